@@ -111,3 +111,13 @@ def test_what_ranks_that_have_met_all_have_is_told_by_the_first(rank: str, monke
         monkeypatch.setenv(name, rank)
     assert ranks.reports_error(everywhere=True) is (rank == "0")
     assert ranks.reports_error(everywhere=False)
+
+
+@pytest.mark.parametrize("command", ["train", "verify"])
+def test_the_first_line_comes_before_torch_is_imported(command: str) -> None:
+    """Importing torch takes longer than a second."""
+    code = f"import sys; sys.modules['torch'] = None; from hostward.cli import main; main(['{command}'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "qwen3_moe_tiny_pretrain_config" in done.stderr.splitlines()[0]
+    assert done.stderr.splitlines()[0].endswith("; loading PyTorch")
+    assert done.stdout == ""

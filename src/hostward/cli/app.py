@@ -8,8 +8,8 @@ import os
 import shlex
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec
@@ -18,7 +18,7 @@ import typer
 
 from hostward import __version__
 from hostward.checkpoint.files import LATEST, is_checkpoint
-from hostward.cli import machine, output, plan, ranks, run_files
+from hostward.cli import dry_run, machine, output, plan, ranks, run_files
 from hostward.cli.options import complete_override, complete_recipe, options
 from hostward.cli.output import (
     Marked,
@@ -40,6 +40,8 @@ from hostward.report.schema import REPORT_FILE, TRACE_FILE, read_report
 PAGE = "report.html"
 _LESS_MEMORY = "raise optimizer.optimizer_offload_fraction, or lower train.micro_batch_size or model.seq_length"
 P = ParamSpec("P")
+
+log = logging.getLogger("hostward")
 
 app = typer.Typer(
     name="hostward",
@@ -119,19 +121,20 @@ def train(
     force: Annotated[
         bool, typer.Option("--force", help="Start even if by the estimate it does not fit the memory, or the disk.")
     ] = False,
+    dry: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Prepare all, checks included, say what the run would do, and do not train."),
+    ] = False,
 ) -> None:
     """Train a recipe, and report what was moved, the memory use and the speed."""
     config = checked(recipe, overrides)
-    require_writable("--json", json_file)
-    require_replaceable("--trace", trace_file)
-    if json_file is not None and trace_file is not None and json_file.resolve() == trace_file.resolve():
-        with ranks.same_errors_on_all_ranks():
-            raise ConfigError(f"--json and --trace both name {trace_file}", fix="name two files")
+    _require_outputs(json_file, trace_file, dry=dry)
     planned = None
     if plan_file is not None:
         from hostward.plan.plan_file import load
 
         planned = load(plan_file)
+    log.info("hostward %s: %s, %d iterations; loading PyTorch", __version__, recipe, config.train.train_iters)
     _seed_environment(config.model.deterministic_mode)
     from hostward.trainer import loop, setup
     from hostward.trainer.report import render
@@ -139,13 +142,11 @@ def train(
     # About gathered logits, which are never changed in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     first_rank, tensorboard_dir = ranks.is_first(), config.logger.tensorboard_dir
-    with removed_on_failure(run_dir if first_rank else None):
-        if first_rank and run_dir is not None:
-            require_folder(f"--run-dir {run_dir}", run_dir)
-        if first_rank and tensorboard_dir is not None:
-            run_files.require_tensorboard(tensorboard_dir)
-            require_folder(f"logger.tensorboard_dir={tensorboard_dir}", Path(tensorboard_dir))
+    with _output_folders(run_dir, tensorboard_dir):
         run = setup.prepare(recipe, config, plan=planned, run_dir=run_dir, force=force)
+        if dry:
+            dry_run.finish(run, run_dir, json_file)
+            raise typer.Exit(ExitCode.SUCCESS)  # as after a failure, the folders are as they were
     run.keeps_folders = True
     over = loop.is_over(run)  # for example restarted by a scheduler: its files report the iterations of the first start
     folder = run_files.run_folder(run_dir, config.checkpoint.save) if first_rank and not over else None
@@ -178,6 +179,35 @@ def train(
                 print(_stopped(run), file=sys.stderr)
     if run.stopped:
         raise typer.Exit(ExitCode.TERMINATED)
+
+
+def _require_outputs(json_file: Path | None, trace_file: Path | None, *, dry: bool) -> None:
+    """Raise ConfigError if a file cannot be written, or will not be."""
+    require_writable("--json", json_file)
+    require_replaceable("--trace", trace_file)
+    if trace_file is None:
+        return
+    with ranks.same_errors_on_all_ranks():
+        if json_file is not None and json_file.resolve() == trace_file.resolve():
+            raise ConfigError(f"--json and --trace both name {trace_file}", fix="name two files")
+        if dry:
+            raise ConfigError("--trace has no effect with --dry-run", why="no step is run", fix="leave one of them out")
+
+
+@contextmanager
+def _output_folders(run_dir: Path | None, tensorboard_dir: str | None) -> Iterator[None]:
+    """Make the folders, on the first rank; if the body raises, remove those that were made and are empty."""
+    if not ranks.is_first():
+        yield
+        return
+    board = None if tensorboard_dir is None else Path(tensorboard_dir)
+    with removed_on_failure(run_dir), removed_on_failure(board):
+        if run_dir is not None:
+            require_folder(f"--run-dir {run_dir}", run_dir)
+        if board is not None:
+            run_files.require_tensorboard(str(board))
+            require_folder(f"logger.tensorboard_dir={board}", board)
+        yield
 
 
 def _stopped(run: Any) -> str:
@@ -225,6 +255,7 @@ def verify(
     """
     config = checked(recipe, overrides)
     require_writable("--json", json_file)
+    log.info("hostward %s: comparing runs of %s; loading PyTorch", __version__, recipe)
     _seed_environment(True)
     from hostward.trainer.process_group import Ranks
     from hostward.trainer.verify import command as verification

@@ -9,8 +9,9 @@ import shlex
 import shutil
 import sys
 import tempfile
+import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
@@ -108,20 +109,31 @@ def require_folder(label: str, folder: Path) -> None:
 
 @contextmanager
 def removed_on_failure(folder: Path | None) -> Iterator[None]:
-    """Remove a folder that the body creates and leaves empty, if the body fails."""
-    is_new = folder is not None and not folder.exists()
+    """Remove the folder, and those above it, that the body creates and leaves empty, if the body raises."""
+    made = [] if folder is None else [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         yield
     except BaseException:
-        if folder is not None and is_new:
-            with suppress(OSError):
-                folder.rmdir()
+        with suppress(OSError):
+            for each in made:
+                each.rmdir()
         raise
 
 
 def text_stream(json_file: Path | None) -> TextIO:
     """Return the stream of a command's text: stdout, or stderr where `--json -` has stdout for itself."""
     return sys.stderr if json_file == STDOUT else sys.stdout
+
+
+def fact_lines(facts: Mapping[str, str]) -> list[str]:
+    """Return facts by subject as lines of two columns that fit the terminal, or 80 columns if there is none."""
+    indent = max(map(len, facts)) + 2
+    width = shutil.get_terminal_size().columns
+    texts = (
+        textwrap.fill(text, width, initial_indent=subject.ljust(indent), subsequent_indent=" " * indent)
+        for subject, text in facts.items()
+    )
+    return "\n".join(texts).splitlines()
 
 
 def print_tables(tables: Sequence[Any], stream: TextIO) -> None:

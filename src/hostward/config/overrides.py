@@ -85,7 +85,7 @@ _NO_DEEPSPEED_FILE = (
 FLAGS = {
     "deepspeed": _NO_DEEPSPEED_FILE,
     "deepspeed_config": _NO_DEEPSPEED_FILE,
-    "dry_run": "hostward plan with the same options reports what the run would need, and allocates nothing",
+    "dry_run": "only hostward train has it; hostward plan reports what a run would need, and allocates nothing",
     "local_rank": "leave it out, and start with torchrun, which sets it in the environment",
 }
 
