@@ -30,6 +30,7 @@ from hostward.cli.output import (
     require_replaceable,
     require_writable,
     text_stream,
+    wrapped,
     write_json,
     write_report,
 )
@@ -285,7 +286,7 @@ def verify(
 @_deferred
 def recipes() -> None:
     """List the recipes: name, layers, length of sequences, dtype, and what has to be named."""
-    typer.echo("\n".join(listing()))
+    typer.echo(wrapped("\n".join(listing())))
 
 
 app.command()(_deferred(options))

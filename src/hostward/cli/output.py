@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import shlex
 import shutil
 import sys
@@ -129,11 +130,36 @@ def fact_lines(facts: Mapping[str, str]) -> list[str]:
     """Return facts by subject as lines of two columns that fit the terminal, or 80 columns if there is none."""
     indent = max(map(len, facts)) + 2
     width = shutil.get_terminal_size().columns
-    texts = (
-        textwrap.fill(text, width, initial_indent=subject.ljust(indent), subsequent_indent=" " * indent)
-        for subject, text in facts.items()
-    )
+    texts = (_filled(text, width, subject.ljust(indent), " " * indent) for subject, text in facts.items())
     return "\n".join(texts).splitlines()
+
+
+_GAP = re.compile(r"(?<=\S) {2,}(?=\S)")
+
+
+def wrapped(text: str) -> str:
+    """Return text whose lines fit the terminal, or 80 columns if there is none.
+
+    A longer line goes on below the start of its last column, if it is a row of columns, else indented.
+    """
+    width = shutil.get_terminal_size().columns
+    return "".join(_fitting(line, width) for line in text.splitlines(keepends=True))
+
+
+def _fitting(line: str, width: int) -> str:
+    if len(line.rstrip()) <= width:
+        return line
+    gaps = [gap.end() for gap in _GAP.finditer(line) if gap.end() <= width * 3 // 4]
+    start = gaps[-1] if gaps else 0
+    hang = " " * (start or len(line) - len(line.lstrip()) + 4)
+    return _filled(line[start:].strip(), width, line[:start], hang) + "\n"
+
+
+def _filled(text: str, width: int, first: str, later: str) -> str:
+    """Fill lines that begin with `first` and `later`; words, flags and paths stay whole."""
+    return textwrap.fill(
+        text, width, initial_indent=first, subsequent_indent=later, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def print_tables(tables: Sequence[Any], stream: TextIO) -> None:
@@ -198,6 +224,9 @@ log = logging.getLogger("hostward")
 
 REDRAW_S = 0.1
 """Seconds between two redraws of a terminal, at least."""
+MOST_COLUMNS = 80
+RECENT = 32
+"""Iterations whose mean time predicts the time that is left."""
 _CLEAR = "\r\x1b[K"
 
 
@@ -253,13 +282,13 @@ class Progress:
         done, until = run.first_iteration + len(run.losses), run.config.train.train_iters
         if not self._live:
             if done == run.first_iteration + 1 or done % run.config.logger.log_interval == 0:
-                log.info("%s", "  ".join(parts(run, newest_row(run))))
+                log.info("iteration %s", "  ".join(parts(run, newest_row(run))))
             return
         now_s = self._clock_s()
         if done < until and now_s - self._drawn_s < REDRAW_S:
             return
         self._drawn_s = now_s
-        self._line = fitted(parts(run, newest_row(run)), self._columns() - 1)
+        self._line = fitted(parts(run, newest_row(run)), min(self._columns() - 1, MOST_COLUMNS))
         self._stream.write(_CLEAR + self._line)
         self._stream.flush()
 
@@ -271,27 +300,42 @@ class Progress:
 
 
 def parts(run: Run, row: StepRow) -> list[str]:
-    """Return the parts of the progress line, the most important first."""
-    from hostward.runtime.backend import Tier
-
-    said = [
-        f"iteration {row.iteration + 1}/{run.config.train.train_iters}",
-        f"loss {row.loss:.6f}",
-        f"grad norm {row.grad_norm:.4f}",
-        f"{row.step_s:.3f} s",
-        f"{row.tokens_per_s:,.0f} tokens/s",
-    ]
-    held = row.device_allocated_bytes
-    if held is None:
-        held = run.optimizer.backend.ledger.total_bytes(Tier.DEVICE)
-    # A simulated device counts what hostward allocates; gradients are torch's.
-    said.append(
-        f"simulated device {size(held)} without gradients" if run.device.type == "cpu" else f"device {size(held)}"
-    )
-    said.append(f"host {size(row.host_resident_bytes)}")
+    """Return the parts of the progress line, the most important first: memory, overlap, and the time that is left."""
+    until = run.config.train.train_iters
+    said = [f"{row.iteration + 1}/{until}", _memory_part(run, row)]
+    if run.offload is not None:
+        said.append(f"exposed {run.offload.exposed_s:.3f} s")
+    recent = run.iteration_s[1:][-RECENT:]  # the first compiles and allocates
+    if recent:
+        said.append(f"{duration((until - row.iteration - 1) * sum(recent) / len(recent))} left")
+    said.append(f"loss {row.loss:.4f}")
+    said.append(f"{row.step_s:.3f} s")
+    said.append(f"grad norm {row.grad_norm:.4f}")
+    said.append(f"{row.tokens_per_s:,.0f} tokens/s")
     if row.pinned_bytes and run.device.type == "cuda":
         said.append(f"pinned {size(row.pinned_bytes)}")
     return said
+
+
+def _memory_part(run: Run, row: StepRow) -> str:
+    from hostward.runtime.backend import Tier
+
+    # A simulated device counts what hostward allocates; gradients are torch's.
+    held = row.device_allocated_bytes
+    if held is None:
+        held = run.optimizer.backend.ledger.total_bytes(Tier.DEVICE)
+    on_device, on_host = size(held), size(row.host_resident_bytes)
+    unit = on_host.partition(" ")[2]
+    where = "simulated" if run.device.type == "cpu" else "device"
+    return f"{where} {on_device.removesuffix(f' {unit}')}, host {on_host}"
+
+
+def duration(seconds: float) -> str:
+    """Format a time to go in the largest unit of which there are two."""
+    for unit, unit_s in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * unit_s:
+            return f"{seconds / unit_s:.{1 if unit == 'h' else 0}f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def measured(offload: OffloadReport) -> str:

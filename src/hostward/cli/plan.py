@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hostward.cli.options import complete_override, complete_recipe
-from hostward.cli.output import STDOUT, require_replaceable, require_writable, text_stream, write_json
+from hostward.cli.output import STDOUT, require_replaceable, require_writable, text_stream, wrapped, write_json
 from hostward.cli.recipe import DEFAULT_RECIPE, configured
 from hostward.errors import ConfigError, ExitCode, HostwardError, UnknownNameError
 from hostward.trainer.garbage_collection import gc_disabled
@@ -150,14 +150,12 @@ def plan(
     chosen_by_hand = bool(place or keep or weights is not None)
     answers, undivided = _answers(counts, asked, partial(_answer, plot, json_file, chosen_by_hand))
     told = text_stream(json_file)
-    print(compared(answers, undivided) if len(counts) > 1 else render(answers[0]), end="", file=told)
+    print(wrapped(compared(answers, undivided) if len(counts) > 1 else render(answers[0])), end="", file=told)
     if hardware is None:
         others = ", ".join(name for name in PROFILES if name != DEFAULT_PROFILE)
-        print(
-            f"\nrates are those of the shipped profile {DEFAULT_PROFILE}; "
-            f"--hardware takes {others}, or a file of `hostward bench machine`",
-            file=told,
-        )
+        rates = f"rates are those of the shipped profile {DEFAULT_PROFILE}; "
+        rates += f"--hardware takes {others}, or a file of `hostward bench machine`\n"
+        print(f"\n{wrapped(rates)}", end="", file=told)
     if undivided or any(found.chosen is None for found in answers):
         raise typer.Exit(ExitCode.FAILED)
 
@@ -326,5 +324,5 @@ def _diff(words: list[str]) -> None:
     if not lines:
         typer.echo("the plans are equal")
         return
-    typer.echo("\n".join([plan_file.summary(*plans), *lines]))
+    typer.echo(wrapped("\n".join([plan_file.summary(*plans), *lines])))
     raise typer.Exit(ExitCode.FAILED)
