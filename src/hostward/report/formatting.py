@@ -60,6 +60,12 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 0.095 or share == 0 else f"{100 * share:.1f} %"
 
 
+def per_second(report: RunReport) -> str:
+    """Return the tokens per second of the median step."""
+    step_s = report.measured.step_s
+    return f"{report.tokens_per_iteration / step_s:,.0f}" if step_s else UNKNOWN
+
+
 def error_percent(predicted: float | None, measured: float | None) -> str:
     """Format the error of a prediction, relative to the measured value."""
     if predicted is None or measured is None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hostward.core.units import UNKNOWN, size, unit_of
+from hostward.core.units import size, unit_of
 from hostward.plan.decisions import FrontierPoint, faster
 from hostward.plan.result import device_budget
 from hostward.report.formatting import (
@@ -20,6 +20,7 @@ from hostward.report.formatting import (
     host_stack,
     line,
     number,
+    per_second,
     percent,
     placed_runs,
     points_each,
@@ -81,7 +82,7 @@ def _head(report: RunReport, title: str) -> Iterator[str]:
     yield f'<p class="answer">{escape(answer(report))}</p>'
     losses = [loss for loss in report.losses if loss is not None]
     figures = {
-        "tokens per second, median step": number_per_second(report),
+        "tokens per second, median step": per_second(report),
         "a step, median": duration(report.measured.step_s),
         "loss, first → last": f"{number(losses[0], 3)} → {number(losses[-1], 3)}" if losses else "–",
         "device memory, peak": size(report.measured.device_peak_bytes),
@@ -100,12 +101,6 @@ def _head(report: RunReport, title: str) -> Iterator[str]:
         span = iterations(report.offload.first_iteration, report.offload.last_iteration)
         words = f"Idle and overlapped seconds are those of {span}, per step; step times are medians of the run."
         yield f'<p class="faint">{words}</p>'
-
-
-def number_per_second(report: RunReport) -> str:
-    """Return the tokens per second of the median step."""
-    step_s = report.measured.step_s
-    return f"{report.tokens_per_iteration / step_s:,.0f}" if step_s else UNKNOWN
 
 
 def _where(report: RunReport) -> str:

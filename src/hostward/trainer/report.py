@@ -17,6 +17,7 @@ from hostward.config.validate import shown
 from hostward.core.host_limits import host_memory, resident_bytes
 from hostward.core.placement import Placement
 from hostward.core.units import size, unit_of
+from hostward.report.formatting import duration, per_second
 from hostward.report.schema import (
     FORMAT,
     VERSION,
@@ -217,7 +218,8 @@ def render(report: RunReport) -> list[Table]:
     on_device = report.buckets - report.host_buckets - report.streamed_buckets
     rows = {
         "loss, first and last": _first_and_last(report.losses),
-        "tokens/s": f"{report.tokens_per_s:,.0f}",
+        "step, median": duration(report.measured.step_s),
+        "tokens/s, median step": per_second(report),
         "parameters": f"{report.parameters:,} trained of {report.model_parameters:,}",
         "optimizer state": f"{size(report.offloaded_bytes)} of {size(report.state_bytes)}: {placed}",
         "buckets": f"{report.host_buckets} stepped by the CPU, {report.streamed_buckets} streamed, {on_device} on the "
