@@ -7,14 +7,16 @@ import sys
 from pathlib import Path
 
 from hostward.config.overrides import DEEPSPEED, DROPPED
+from hostward.config.reference import meaning, status
 from hostward.config.rules.combinations import COMBINATIONS
-from hostward.config.rules.table import DEPENDENT, DIFFERENCES, NOT_BUILT, NOT_BUILT_FOR_RANKS, RANGES, Kind, Rule
+from hostward.config.rules.table import DEPENDENT, DIFFERENCES, Kind, Rule
 from hostward.config.schema import NAMESPACES, OptionInfo, options
 from hostward.config.validate import shown
 
 HEAD = """# Options
 
 For looking up an option: its name, type, default, and the rules that it keeps with others.
+In a terminal, `hostward options WORD` lists the options that have a word in their name or meaning.
 
 This page is generated from the declarations in `src/hostward`
 (`python scripts/options_page.py docs/options.md`); a test keeps it equal to them.
@@ -59,27 +61,7 @@ def render() -> str:
 
 def option_row(info: OptionInfo) -> str:
     """One line of the table of a namespace."""
-    meaning = info.help
-    if info.choices:
-        meaning += f" One of {', '.join(f'`{choice}`' for choice in info.choices)}."
-    if info.aliases:
-        meaning += f" Also written {', '.join(f'`{other}`' for other in info.aliases)}."
-    bounds = RANGES.get(info.dotted)
-    if bounds is not None and " in [" not in meaning:
-        meaning += f" Must be {bounds.text}."
-    if info.unit:
-        meaning += f" Unit: {info.unit}."
-    return f"| `{info.name}` | {info.type_text} | `{shown(info.default)}` | {status(info.dotted)} | {meaning} |\n"
-
-
-def status(name: str) -> str:
-    """Whether the option works in this version."""
-    if name in NOT_BUILT:
-        return f"only `{shown(NOT_BUILT[name][0])}`"
-    for switch, dependents in DEPENDENT.items():
-        if name in dependents and switch in NOT_BUILT:
-            return f"with `{switch.partition('.')[2]}`"
-    return "works with one process" if name in NOT_BUILT_FOR_RANKS else "works"
+    return f"| `{info.name}` | {info.type_text} | `{shown(info.default)}` | {status(info.dotted)} | {meaning(info)} |\n"
 
 
 def rules_section() -> str:

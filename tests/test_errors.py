@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import inspect
 import pickle
+from pathlib import Path
 
 import pytest
 
 from hostward import errors
-from hostward.errors import ConfigError, HostwardError, MemoryLimitError, NotBuiltError, UnknownNameError
+from hostward.errors import (
+    EXIT_CODES,
+    ConfigError,
+    ExitCode,
+    HostwardError,
+    MemoryLimitError,
+    NotBuiltError,
+    UnknownNameError,
+)
 
-CLASSES = [c for _, c in inspect.getmembers(errors, inspect.isclass) if c.__module__ == "hostward.errors"]
+CLASSES = [
+    c for _, c in inspect.getmembers(errors, inspect.isclass) if c.__module__ == "hostward.errors" and c is not ExitCode
+]
 
 
 def test_text_has_one_line_each_for_fact_reason_and_cure() -> None:
@@ -46,3 +57,10 @@ def test_an_error_crosses_a_process_boundary() -> None:
     assert type(error) is ConfigError
     assert str(error) == "fact\n  why: reason\n  fix: cure"
     assert (error.what, error.why, error.fix) == ("fact", "reason", "cure")
+
+
+def test_the_page_lists_every_exit_code() -> None:
+    page = (Path(__file__).resolve().parents[1] / "docs" / "command-line.md").read_text(encoding="utf-8")
+    table = page.partition("## Exit codes\n")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")][1:]
+    assert rows == [[str(code.value), EXIT_CODES[code]] for code in ExitCode]

@@ -6,6 +6,31 @@ line prints the three and exits with `exit_code`; a traceback is shown only with
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Mapping
+
+
+class ExitCode(enum.IntEnum):
+    """List the exit codes of the command line; EXIT_CODES says what each means."""
+
+    SUCCESS = 0
+    FAILED = 1
+    ERROR = 2
+    INTERRUPTED = 130
+    BROKEN_PIPE = 141
+    TERMINATED = 143
+
+
+EXIT_CODES: Mapping[ExitCode, str] = {
+    ExitCode.SUCCESS: "success",
+    ExitCode.FAILED: "the answer is no: `verify` found a difference, no `plan` fits, the plans of `plan diff` differ, "
+    "`doctor` found an error or a known failure; or a fault of hostward, with a traceback",
+    ExitCode.ERROR: "an error, with its fix: bad input, or a machine, file, limit or other rank that is in the way",
+    ExitCode.INTERRUPTED: "interrupted by Ctrl-C (SIGINT)",
+    ExitCode.BROKEN_PIPE: "the reader of the output is gone, as `head` is after its lines",
+    ExitCode.TERMINATED: "terminated by SIGTERM",
+}
+
 
 class HostwardError(Exception):
     """Serve as the base class of all errors of hostward.
@@ -16,7 +41,7 @@ class HostwardError(Exception):
         fix: the change that removes the cause.
     """
 
-    exit_code = 2
+    exit_code = ExitCode.ERROR
 
     def __init__(self, what: str, *, why: str = "", fix: str = "") -> None:
         self.what = what

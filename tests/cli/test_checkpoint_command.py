@@ -54,7 +54,7 @@ def test_inspect_tells_what_there_is_and_whether_it_is_sound(cli: Cli, folder: P
     assert "iteration: 2" in told.out
     assert "bfloat16" in told.out
     assert "not checked" in told.out
-    facts = json.loads(cli("checkpoint", "inspect", folder / "iter_0000002", "--verify", "--json").out)
+    facts = json.loads(cli("checkpoint", "inspect", folder / "iter_0000002", "--verify", "--json", "-").out)
     assert (facts["checked"], facts["ranks"], facts["iteration"], facts["consumed_samples"]) == (True, 1, 2, 8)
     assert facts["tensors"]["exp_avg"] == facts["tensors"]["master"] == facts["tensors"]["model"]
     file = folder / "iter_0000002" / "__0_0.distcp"

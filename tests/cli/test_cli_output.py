@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from hostward.cli import main, ranks
+from hostward.cli.output import wrapped
 
 
 @pytest.mark.parametrize(
@@ -111,3 +112,24 @@ def test_what_ranks_that_have_met_all_have_is_told_by_the_first(rank: str, monke
         monkeypatch.setenv(name, rank)
     assert ranks.reports_error(everywhere=True) is (rank == "0")
     assert ranks.reports_error(everywhere=False)
+
+
+def test_long_lines_go_on_below_their_last_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: a terminal breaks them at its edge, below the first column."""
+    monkeypatch.setenv("COLUMNS", "40")
+    rows = "  GiB   step s  choice\n  9.9   10.567  state 100% host; 2 layers recompute\n"
+    told = "no columns here, but a line --that is longer\n"
+    assert wrapped(rows + told) == (
+        "  GiB   step s  choice\n  9.9   10.567  state 100% host; 2\n                layers recompute\n"
+        "no columns here, but a line --that is\n    longer\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["train", "verify"])
+def test_the_first_line_comes_before_torch_is_imported(command: str) -> None:
+    """Importing torch takes longer than a second."""
+    code = f"import sys; sys.modules['torch'] = None; from hostward.cli import main; main(['{command}'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "qwen3_moe_tiny_pretrain_config" in done.stderr.splitlines()[0]
+    assert done.stderr.splitlines()[0].endswith("; loading PyTorch")
+    assert done.stdout == ""

@@ -149,26 +149,62 @@ def cut_short(ended: Ended, reason: str | None) -> RunReport:
     )
 
 
-def gpu_trace() -> Trace:
+def crowded_report() -> RunReport:
+    """A run of 2,000 iterations of 48 layers, all of them sampled late, with 36 other plans close to each other."""
+    run, n = gpu_report(), 2000
+    samples = run.memory_over_time
+    columns = {
+        "device_by_owner_bytes": {owner: column * 6 for owner, column in samples.device_by_owner_bytes.items()},
+        "host_by_owner_bytes": {owner: column * 6 for owner, column in samples.host_by_owner_bytes.items()},
+        "rest_of_device_bytes": (samples.rest_of_device_bytes or ()) * 6,
+        "pinned_bytes": samples.pinned_bytes * 6,
+        "moments": samples.moments * 6,
+    }
+    plan = tuple(PlacedBucket(f"{i:04}.model.layers.{i}", 10**8, 10**9, 10**9, _placement(i % 10)) for i in range(48))
+    return replace(
+        run,
+        last_iteration=n,
+        planned_iterations=n,
+        losses=tuple(2 + 9 * math.exp(-i / 300) + 0.1 * math.sin(i * 1.7) for i in range(n)),
+        grad_norms=tuple(1 + 30 * math.exp(-i / 200) + 0.3 * math.sin(i) for i in range(n)),
+        learning_rates=(3e-4,) * n,
+        iteration_s=tuple(0.43 + (0.2 if i % 97 == 0 else 0.01 * math.sin(i)) for i in range(n)),
+        step_memory=StepMemory((10 * GIB,) * n, (17 * GIB,) * n, (14 * GIB,) * n, (11 * GIB,) * n),
+        memory_over_time=replace(
+            samples, at_iteration=tuple(41 * i + 14 + (k + 1) / 3 for i in range(48) for k in range(3)), **columns
+        ),
+        plan=plan,
+        buckets=48,
+        frontier=tuple(
+            FrontierPoint(f"state {100 - 2 * i}% host; {i} layers recompute", int((8 + 0.3 * i) * GIB), 0.6 - 0.006 * i)
+            for i in range(36)
+        ),
+    )
+
+
+def gpu_trace(layers: int = 6) -> Trace:
     """Steps 5, 6 and 7 of about 430 ms: backward, the host's steps behind the next forward, and a wait."""
-    trace = Trace()
+    trace, share = Trace(), 6 / layers
     for step in (5, 6, 7):
         start = step * 0.43
-        for layer in range(6):
-            at = start + 0.03 * layer
-            name = f"model.layers.{5 - layer}"
-            trace.add(Span(f"backward/{name}", Lane.COMPUTE, at, at + 0.029, 0, step, kind=SpanKind.MARK))
-            trace.add(Span(f"offload/norm/{name}", Lane.COMPUTE, at + 0.029, at + 0.03, 0, step, kind=SpanKind.KERNEL))
-            copied = at + 0.03, at + 0.045
-            trace.add(Span(f"offload/d2h/grad/{name}", Lane.D2H, *copied, 700_000_000, step, kind=SpanKind.COPY))
-        for layer in range(6):
-            at, name = start + 0.2 + 0.035 * layer, f"model.layers.{layer}"
-            trace.add(Span(f"offload/host/adamw/{name}", Lane.HOST, at, at + 0.03, 0, step, kind=SpanKind.HOST))
-            up = at + 0.03, at + 0.042
-            trace.add(Span(f"offload/h2d/weight/{name}", Lane.H2D, *up, 600_000_000, step, kind=SpanKind.COPY))
-            wait = 0.024 if layer == 0 else 0.0001
-            trace.add(
-                Span(f"offload/wait/{name}", Lane.COMPUTE, at + 0.01, at + 0.01 + wait, 0, step, kind=SpanKind.WAIT)
-            )
-            trace.add(Span(f"forward/{name}", Lane.COMPUTE, at + 0.01 + wait, at + 0.045, 0, step, kind=SpanKind.MARK))
+        for layer in range(layers):
+            at = start + 0.03 * share * layer
+            name, end = f"model.layers.{layers - 1 - layer}", at + 0.03 * share
+            trace.add(Span(f"backward/{name}", Lane.COMPUTE, at, end - 0.001 * share, 0, step, kind=SpanKind.MARK))
+            norm = end - 0.001 * share, end
+            trace.add(Span(f"offload/norm/{name}", Lane.COMPUTE, *norm, 0, step, kind=SpanKind.KERNEL))
+            nbytes = int(700_000_000 * share)
+            copied = end, end + 0.015 * share
+            trace.add(Span(f"offload/d2h/grad/{name}", Lane.D2H, *copied, nbytes, step, kind=SpanKind.COPY))
+        for layer in range(layers):
+            at, name = start + 0.2 + 0.035 * share * layer, f"model.layers.{layer}"
+            stepped = at + 0.03 * share
+            trace.add(Span(f"offload/host/adamw/{name}", Lane.HOST, at, stepped, 0, step, kind=SpanKind.HOST))
+            up, nbytes = (stepped, stepped + 0.012 * share), int(600_000_000 * share)
+            trace.add(Span(f"offload/h2d/weight/{name}", Lane.H2D, *up, nbytes, step, kind=SpanKind.COPY))
+            begun = at + 0.01 * share
+            waited = begun + (0.024 if layer == 0 else 0.0001) * share
+            trace.add(Span(f"offload/wait/{name}", Lane.COMPUTE, begun, waited, 0, step, kind=SpanKind.WAIT))
+            run = waited, at + 0.045 * share
+            trace.add(Span(f"forward/{name}", Lane.COMPUTE, *run, 0, step, kind=SpanKind.MARK))
     return trace

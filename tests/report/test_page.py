@@ -9,14 +9,23 @@ from pathlib import Path
 
 import pytest
 from html_reader import Element, read_html
-from report_cases import GIB, MIB, cut_short, gpu_report, gpu_trace
+from report_cases import GIB, MIB, crowded_report, cut_short, gpu_report, gpu_trace
 
 from hostward.errors import ConfigError
 from hostward.report import formatting, png
 from hostward.report.formatting import SEEN, device_stack, host_stack, line
-from hostward.report.page import render, unit_of
+from hostward.report.page import beaten_by, render, unit_of
 from hostward.report.schema import Ended, OffloadReport, OwnerSamples, RunReport, StepMemory
-from hostward.report.svg import Window, axis_around, axis_from_zero, axis_of_iterations, boxes_of, chosen_step, ticks
+from hostward.report.svg import (
+    Window,
+    axis_around,
+    axis_from_zero,
+    axis_of_iterations,
+    boxes_of,
+    chosen_step,
+    escape,
+    ticks,
+)
 from hostward.runtime.step_trace import Span, SpanKind, Trace
 from hostward.schedule.ops import Lane
 
@@ -166,8 +175,8 @@ def test_what_was_decided_says_what_each_rank_has_and_tells_weights_from_activat
 def test_the_answer_says_how_much_left_and_at_what_cost() -> None:
     assert formatting.answer(gpu_report()) == (
         "9.0 GiB of optimizer state (60 % of it) and 2.0 GiB of saved activations per step left the device, at the "
-        "cost of 24.0 ms in each step of 430 ms (5.6 %) in which the GPU was idle for it; 310 ms of copies and "
-        "CPU optimizer steps were overlapped."
+        "cost of 24.0 ms in each step, of 430 ms in the median (5.6 %), in which the GPU was idle for it; 310 ms of "
+        "copies and CPU optimizer steps were overlapped."
     )
     says = "left the simulated device; without a GPU there is no cost in time to report."
     assert formatting.answer(simulated(gpu_report())).endswith(says)
@@ -231,7 +240,7 @@ def test_predictions_stand_beside_what_was_measured() -> None:
     (table,) = [t for t in read_html(render(gpu_report())).all("table") if "predicted" in t.text]
     rows = {row.children[0].text: [c.text for c in row.children[1:]] for row in table.all("tr")}
     assert rows["device memory, peak"] == ["16.6 GiB", "17.0 GiB", "-2.4 %"]
-    assert rows["step"] == ["410 ms", "430 ms", "-4.7 %"]
+    assert rows["step, median"] == ["410 ms", "430 ms", "-4.7 %"]
     page = read_html(render(replace(gpu_report(), predicted=None)))
     assert "There is no prediction" in sections(page)["Predicted against measured"]
     (table,) = [t for t in page.all("table") if "predicted" in t.text]
@@ -386,6 +395,50 @@ def test_the_frontier_holds_this_run() -> None:
     assert "No other plans" not in sections(page)["Predicted against measured"]
     only_planned = replace(gpu_report(), measured=replace(gpu_report().measured, device_peak_bytes=None))
     assert not read_html(render(only_planned)).all("span", class_="own")
+
+
+def test_the_page_says_by_which_plan_the_runs_own_could_be_beaten() -> None:
+    own, run = replace(gpu_report().predicted, device_peak_bytes=16 * GIB, step_s=0.41), gpu_report()
+    said = [" ".join(beaten_by(replace(run, predicted=own, machine=machine))) for machine in _MACHINES]
+    same = (
+        "In no more device memory than the run's own plan (16.0 GiB), “50 % offloaded”, 16.0 GiB, is predicted to take "
+        "350 ms per step instead of 410 ms (15 % less)."
+    )
+    assert said[0] == same
+    assert said[1] == (
+        f"{same} With the rest of the GPU's 24.0 GiB as well, “25 % offloaded”, 20.0 GiB, is predicted to take 312 ms "
+        "per step instead of 410 ms (24 % less)."
+    )
+    best = list(beaten_by(replace(run, predicted=replace(own, step_s=0.353))))
+    assert best == ["In no more device memory than the run's own plan (16.0 GiB) no plan is predicted to be faster."]
+    unknown = list(beaten_by(replace(run, predicted=replace(own, step_s=None))))
+    assert unknown == [
+        "Whether one of these plans beats the run's own is not known: the report holds no prediction of its step."
+    ]
+    assert escape(same) in render(replace(run, predicted=own))
+
+
+_MACHINES = ({"backend": "cuda"}, {"backend": "cuda", "device_memory_bytes": 24 * GIB})
+
+
+def test_numbers_of_a_crowd_of_plans_do_not_overlap() -> None:
+    """36 plans along a line. Places are shares of the plot, which is at least 240 by 180 pixels; a dot takes 24."""
+    dots = read_html(render(crowded_report())).all("span", class_="dot")
+    assert len(dots) == 37
+    assert all(dot.has("class_", "small") == (dot.text == "") for dot in dots)
+    at = [re.findall(r"[\d.]+(?=%)", dot.attributes["style"]) for dot in dots if dot.text]
+    places = [(float(left) * 2.4, float(bottom) * 1.8) for left, bottom in at]
+    assert len(places) > 3
+    assert all(abs(a - c) >= 23 or abs(b - d) >= 23 for i, (a, b) in enumerate(places) for c, d in places[:i])
+
+
+def test_medians_are_told_from_other_times() -> None:
+    text = sections(read_html(render(crowded_report())))
+    assert "A point of these curves is the mean of 4 iterations." in text["Loss and speed"]
+    page = render(gpu_report())
+    assert "<dt>tokens per second, median step</dt><dd>19,051</dd>" in page
+    assert "<dt>a step, median</dt><dd>430 ms</dd>" in page
+    assert "Idle and overlapped seconds are those of iterations 38 to 39, per step" in page
 
 
 # --- pictures ---

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_cases import cut_short, gpu_report, gpu_trace
+from report_cases import crowded_report, cut_short, gpu_report, gpu_trace
 
 from hostward.report.page import render
 from hostward.report.schema import Ended
@@ -59,7 +59,7 @@ document.getElementById("f").onload = event => {{
     if (!e.closest(".scroll") && (box.left < -0.5 || box.right > view.innerWidth + 0.5)) outside.push(words);
   }}
   for (const group of doc.querySelectorAll(".plot, .ruler:not(.phases)")) {{
-    const labels = [...group.querySelectorAll("span:not(.dot)")].map(e => [e, e.getBoundingClientRect()]);
+    const labels = [...group.querySelectorAll("span:not(.small)")].map(e => [e, e.getBoundingClientRect()]);
     labels.forEach(([e, a], i) => labels.slice(i + 1).forEach(([f, b]) => {{
       if (a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom)
         overlapping.push(e.textContent + " and " + f.textContent);
@@ -126,6 +126,13 @@ def test_the_page_can_be_read(tmp_path: Path, screen: str, scheme: str) -> None:
     assert [shape for shape in found["shapes"] if shape[1] < SHAPE_CONTRAST] == []
     assert len(found["drawings"]) == 10
     assert min(found["drawings"]) > 0.5 * found["room"]
+
+
+def test_a_crowded_page_can_be_read(tmp_path: Path) -> None:
+    """48 layers, 2,000 iterations and 36 plans on a telephone."""
+    found = found_in(tmp_path, render(crowded_report(), gpu_trace(48)), SIZES["telephone"], "light")
+    assert (found["outside"], found["overlapping"], found["clipped"]) == ([], [], [])
+    assert found["width"] <= found["room"]
 
 
 def test_long_words_and_large_numbers_stay_in_their_places(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_all_violations_are_listed_at_once(refused: Cli) -> None:
         ),
         (["train", "--cpu-offloading-num-layers", "2"], "are written model.cpu_offloading_num_layers=VALUE"),
         (["train", "--deepspeed", "ds.json"], "  fix: leave it out, and write what its file says as namespace.option="),
-        (["train", "--dry-run"], "  fix: hostward plan with the same options reports what the run would need"),
+        (["verify", "--dry-run"], "  fix: only hostward train has it; hostward plan reports what a run would need"),
         (["train", "--recipe"], "requires an argument"),
         (["trian"], "No such command"),
         ([], "Usage:"),

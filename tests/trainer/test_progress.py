@@ -16,7 +16,7 @@ from cli_runs import SMALL, offloaded
 from run_fixtures import Cli
 
 from hostward.cli import run_files
-from hostward.cli.output import Progress, fitted
+from hostward.cli.output import Progress, duration, fitted
 from hostward.cli.run_files import Scalars
 from hostward.config.overrides import apply_overrides
 from hostward.recipes import load
@@ -63,13 +63,18 @@ def test_on_a_terminal_one_line_is_rewritten(prepared: Callable[..., Run]) -> No
         loop.train(run, progress=progress.show, metered=2)
     assert terminal.getvalue().count("\n") == 1
     lines = terminal.getvalue().removesuffix("\n").split("\r\x1b[K")[1:]
-    assert [line.split()[1] for line in lines] == ["1/4", "2/4", "3/4", "4/4"]
+    assert [line.split()[0] for line in lines] == ["1/4", "2/4", "3/4", "4/4"]
     assert re.fullmatch(
-        r"iteration 4/4  loss \d\.\d{6}  grad norm \d+\.\d{4}  \d+\.\d{3} s  [\d,]+ tokens/s  simulated device "
-        r"[\d.]+ [KM]iB without gradients  host [\d.,]+ [MG]iB",
+        r"4/4  simulated [\d.]+( [KM]iB)?, host [\d.,]+ [MG]iB  \d+ s left  loss \d\.\d{4}  \d+\.\d{3} s"
+        r"(  grad norm \d+\.\d{4})?",
         lines[3],
     )
-    assert f"loss {run.losses[-1]:.6f}" in lines[3]
+    assert f"loss {run.losses[-1]:.4f}" in lines[3]
+    assert max(map(len, lines)) <= 80
+
+
+def test_times_to_go_are_told_in_one_unit() -> None:
+    assert [duration(s) for s in (0.4, 119.0, 120.0, 7199.0, 7200.0)] == ["0 s", "119 s", "2 min", "120 min", "2.0 h"]
 
 
 def test_a_terminal_is_not_drawn_too_often_but_for_the_last(prepared: Callable[..., Run]) -> None:
@@ -77,7 +82,7 @@ def test_a_terminal_is_not_drawn_too_often_but_for_the_last(prepared: Callable[.
     with Progress(terminal, clock_s=lambda: 7.0, columns=lambda: 80) as progress:
         loop.train(run, progress=progress.show)
     lines = terminal.getvalue().removesuffix("\n").split("\r\x1b[K")[1:]
-    assert [line.split()[1] for line in lines] == ["1/5", "5/5"]
+    assert [line.split()[0] for line in lines] == ["1/5", "5/5"]
     assert all(len(line) < 80 for line in lines)
 
 
@@ -96,7 +101,7 @@ def test_lines_of_the_log_take_the_place_of_the_progress_line(prepared: Callable
         root.removeHandler(handler)
     end = terminal.getvalue().partition("mind the gap")
     assert end[0].endswith("\r\x1b[K")
-    assert end[2].startswith("\n\r\x1b[Kiteration 2/2")
+    assert end[2].startswith("\n\r\x1b[K2/2  ")
     assert end[2].endswith("\nafter the run\n")
 
 
@@ -130,6 +135,7 @@ def test_hidden_and_exposed_seconds_come_early_in_a_long_run_and_once(
     assert all(told for n, told in seen if n > known)
     assert run.offload is not None
     assert (run.offload.first_iteration, run.offload.last_iteration) == (11, 13)
+    assert ["  exposed " in line for line in lines[known_from + 1 :]] == [True] * (len(lines) - known_from - 1)
     plain = prepared("train.train_iters=14", *offloaded(1))
     loop.train(plain)
     assert plain.losses == run.losses

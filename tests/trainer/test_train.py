@@ -15,6 +15,7 @@ from cli_runs import SMALL, different, offloaded, read_json, run_process, saved
 from run_fixtures import Cli
 
 from hostward import recipes
+from hostward.core.units import size
 
 S10_WORDS = """--recipe qwen3_30b_a3b_pretrain_config
     optimizer.optimizer_cpu_offload=True optimizer.optimizer_offload_fraction=0.5
@@ -57,27 +58,30 @@ def test_report_counts_memory_by_owner(train: Cli) -> None:
     assert half["memory"]["resident_bytes"] > sum(device.values()) + sum(host.values())
 
 
-def test_table_shows_the_numbers_of_the_json(train: Cli) -> None:
+def test_table_shows_the_numbers_of_the_json_in_80_columns(train: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     outcome = train("train.train_iters=3", *offloaded(0.5))
     rows = table_rows(outcome.out)
+    assert max(len(line.rstrip()) for line in outcome.out.splitlines()) <= 80
     report: dict[str, Any] = outcome.report
     memory = report["memory"]
     assert rows["loss, first and last"] == [f"{report['losses'][0]:.6f} → {report['losses'][-1]:.6f}"]
-    assert rows["tokens/s"] == [f"{report['tokens_per_s']:,.0f}"]
-    assert rows["state offloaded, requested"] == ["0.5000"]
-    assert rows["state offloaded, placed"] == [f"{report['placed_fraction']:.4f}"]
-    assert rows["state offloaded, bytes"] == [f"{report['offloaded_bytes']:,} of {report['state_bytes']:,}"]
-    assert rows["moved device to host, bytes"] == [f"{report['moved_d2h_bytes']:,}"]
-    assert rows["moved host to device, bytes"] == [f"{report['moved_h2d_bytes']:,}"]
+    median_s = report["measured"]["step_s"]
+    assert rows["tokens/s, median step"] == [f"{report['tokens_per_iteration'] / median_s:,.0f}"]
+    state = f"{size(report['offloaded_bytes'])} of {size(report['state_bytes'])}"
+    assert rows["optimizer state"] == [f"{state}: {report['placed_fraction']:.2%} offloaded, 50.00% asked for"]
+    moved = (size(report[f"moved_{way}_bytes"]) for way in ("d2h", "h2d"))
+    assert rows["moved in all"] == ["{} to the host, {} to the device".format(*moved)]
+    assert "memory in steady state, MiB" in outcome.out
     for owner in memory["device_by_owner_bytes"].keys() | memory["host_by_owner_bytes"].keys():
         columns = [memory[f"{tier}_by_owner_bytes"].get(owner, 0) for tier in ("device", "host")]
-        assert rows[owner] == [f"{b:,}" if b else "" for b in columns]
+        assert rows[owner] == [f"{b / 2**20:.1f}" for b in columns if b]
     assert not [name for name in rows if "pinned" in name], "nothing is, without a GPU"
 
 
 def table_rows(text: str) -> dict[str, list[str]]:
     """The cells of the printed tables by their first cell."""
-    cells = [[c.strip() for c in re.split("[│┃]", line)[1:-1]] for line in text.splitlines() if line.startswith("│")]
+    cells = [re.split(" {2,}", line.strip()) for line in text.splitlines()]
     return {row[0]: row[1:] for row in cells}
 
 

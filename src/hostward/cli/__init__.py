@@ -8,6 +8,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from hostward.errors import ExitCode
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code. See `hostward.cli.app`."""
@@ -20,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"error: the command line needs {error.name}, which is not installed\n  fix: pip install 'hostward[train]'",
             file=sys.stderr,
         )
-        return 2
+        return ExitCode.ERROR
     return run(arguments)
 
 

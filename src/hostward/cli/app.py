@@ -1,8 +1,4 @@
-"""Run `hostward train | report | verify | plan | recipes | checkpoint | doctor | bench` and handle their failures.
-
-Exit codes: 0 success, 1 a claim failed (verify) or no plan fits, 2 bad input, 130 interrupted, 141 the output's
-reader is gone, 143 terminated.
-"""
+"""Declare the commands of `hostward`, run one, and turn its end into an exit code (`hostward.errors.ExitCode`)."""
 
 from __future__ import annotations
 
@@ -12,8 +8,8 @@ import os
 import shlex
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec
@@ -22,7 +18,8 @@ import typer
 
 from hostward import __version__
 from hostward.checkpoint.files import LATEST, is_checkpoint
-from hostward.cli import machine, output, plan, ranks, run_files
+from hostward.cli import dry_run, machine, output, plan, ranks, run_files
+from hostward.cli.options import complete_override, complete_recipe, options
 from hostward.cli.output import (
     Marked,
     circumstances,
@@ -32,33 +29,44 @@ from hostward.cli.output import (
     require_folder,
     require_replaceable,
     require_writable,
+    text_stream,
+    wrapped,
     write_json,
     write_report,
 )
 from hostward.cli.recipe import DEFAULT_RECIPE, checked, listing
-from hostward.errors import ConfigError, HostwardError, MemoryLimitError
+from hostward.errors import EXIT_CODES, ConfigError, ExitCode, HostwardError, MemoryLimitError
 from hostward.report.schema import REPORT_FILE, TRACE_FILE, read_report
 
-INTERRUPTED = 130
-BROKEN_PIPE = 141
-TERMINATED = 143
 PAGE = "report.html"
 _LESS_MEMORY = "raise optimizer.optimizer_offload_fraction, or lower train.micro_batch_size or model.seq_length"
 P = ParamSpec("P")
 
+log = logging.getLogger("hostward")
+
 app = typer.Typer(
     name="hostward",
     help="CPU offloading for PyTorch training with bitwise identical results.",
+    epilog="Exit codes: " + "; ".join(f"{code.value} {meaning}" for code, meaning in EXIT_CODES.items()) + ".",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Options as namespace.option=value; docs/options.md lists them.")
+    list[str] | None,
+    typer.Argument(
+        help="Options as namespace.option=value; `hostward options` lists them.", autocompletion=complete_override
+    ),
 ]
-Recipe = Annotated[str, typer.Option("--recipe", help="A recipe by name; `hostward recipes` lists them.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the report to this file as well.")]
+Recipe = Annotated[
+    str,
+    typer.Option("--recipe", help="A recipe by name; `hostward recipes` lists them.", autocompletion=complete_recipe),
+]
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Write the report to this file as well; - is standard output."),
+]
 TraceFile = Annotated[
     Path | None,
     typer.Option("--trace", help="Write what the last iterations did, operation by operation, for ui.perfetto.dev."),
@@ -114,19 +122,20 @@ def train(
     force: Annotated[
         bool, typer.Option("--force", help="Start even if by the estimate it does not fit the memory, or the disk.")
     ] = False,
+    dry: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Prepare all, checks included, say what the run would do, and do not train."),
+    ] = False,
 ) -> None:
     """Train a recipe, and report what was moved, the memory use and the speed."""
     config = checked(recipe, overrides)
-    require_writable("--json", json_file)
-    require_replaceable("--trace", trace_file)
-    if json_file is not None and trace_file is not None and json_file.resolve() == trace_file.resolve():
-        with ranks.same_errors_on_all_ranks():
-            raise ConfigError(f"--json and --trace both name {trace_file}", fix="name two files")
+    _require_outputs(json_file, trace_file, dry=dry)
     planned = None
     if plan_file is not None:
         from hostward.plan.plan_file import load
 
         planned = load(plan_file)
+    log.info("hostward %s: %s, %d iterations; loading PyTorch", __version__, recipe, config.train.train_iters)
     _seed_environment(config.model.deterministic_mode)
     from hostward.trainer import loop, setup
     from hostward.trainer.report import render
@@ -134,13 +143,11 @@ def train(
     # About gathered logits, which are never changed in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     first_rank, tensorboard_dir = ranks.is_first(), config.logger.tensorboard_dir
-    with removed_on_failure(run_dir if first_rank else None):
-        if first_rank and run_dir is not None:
-            require_folder(f"--run-dir {run_dir}", run_dir)
-        if first_rank and tensorboard_dir is not None:
-            run_files.require_tensorboard(tensorboard_dir)
-            require_folder(f"logger.tensorboard_dir={tensorboard_dir}", Path(tensorboard_dir))
+    with _output_folders(run_dir, tensorboard_dir):
         run = setup.prepare(recipe, config, plan=planned, run_dir=run_dir, force=force)
+        if dry:
+            dry_run.finish(run, run_dir, json_file)
+            raise typer.Exit(ExitCode.SUCCESS)  # as after a failure, the folders are as they were
     run.keeps_folders = True
     over = loop.is_over(run)  # for example restarted by a scheduler: its files report the iterations of the first start
     folder = run_files.run_folder(run_dir, config.checkpoint.save) if first_rank and not over else None
@@ -158,6 +165,7 @@ def train(
             callbacks.append(stack.enter_context(run_files.Scalars(run_files.open_writer(tensorboard_dir))).write)
         metered = loop.METERED_ITERATIONS if timed else 0
         loop.train(run, progress=partial(_call_all, callbacks), metered=metered)
+    told = text_stream(json_file)
     with ExitStack() as stack:  # also if the table's reader closes the pipe, as in `hostward train | head`
         stack.callback(run.ranks.gather, None)  # `main` ends each rank after all have arrived here
         if first_rank and files.report is not None:
@@ -165,13 +173,42 @@ def train(
             if trace_file is not None and run.trace is not None:
                 stack.callback(run.trace.write, trace_file)
             if not over:
-                print_tables(render(files.report))
+                print_tables(render(files.report), told)
             if folder is not None:
-                typer.echo(f"report in {folder}; to see it: hostward report {shlex.quote(str(folder))}")
+                print(f"report in {folder}; to see it: hostward report {shlex.quote(str(folder))}", file=told)
             if run.stopped:
                 print(_stopped(run), file=sys.stderr)
     if run.stopped:
-        raise typer.Exit(TERMINATED)
+        raise typer.Exit(ExitCode.TERMINATED)
+
+
+def _require_outputs(json_file: Path | None, trace_file: Path | None, *, dry: bool) -> None:
+    """Raise ConfigError if a file cannot be written, or will not be."""
+    require_writable("--json", json_file)
+    require_replaceable("--trace", trace_file)
+    if trace_file is None:
+        return
+    with ranks.same_errors_on_all_ranks():
+        if json_file is not None and json_file.resolve() == trace_file.resolve():
+            raise ConfigError(f"--json and --trace both name {trace_file}", fix="name two files")
+        if dry:
+            raise ConfigError("--trace has no effect with --dry-run", why="no step is run", fix="leave one of them out")
+
+
+@contextmanager
+def _output_folders(run_dir: Path | None, tensorboard_dir: str | None) -> Iterator[None]:
+    """Make the folders, on the first rank; if the body raises, remove those that were made and are empty."""
+    if not ranks.is_first():
+        yield
+        return
+    board = None if tensorboard_dir is None else Path(tensorboard_dir)
+    with removed_on_failure(run_dir), removed_on_failure(board):
+        if run_dir is not None:
+            require_folder(f"--run-dir {run_dir}", run_dir)
+        if board is not None:
+            run_files.require_tensorboard(str(board))
+            require_folder(f"logger.tensorboard_dir={board}", board)
+        yield
 
 
 def _stopped(run: Any) -> str:
@@ -219,6 +256,7 @@ def verify(
     """
     config = checked(recipe, overrides)
     require_writable("--json", json_file)
+    log.info("hostward %s: comparing runs of %s; loading PyTorch", __version__, recipe)
     _seed_environment(True)
     from hostward.trainer.process_group import Ranks
     from hostward.trainer.verify import command as verification
@@ -236,30 +274,36 @@ def verify(
         stack.callback(here.gather, None)
         if here.first:
             stack.callback(write_report, json_file, verdict.to_dict())
-            typer.echo(verdict.sentence)
-            print_tables(verification.render(verdict))
+            told = text_stream(json_file)
+            print(verdict.sentence, file=told)
+            print_tables(verification.render(verdict), told)
     if not verdict.passed:
         ranks.leave_for_launcher(verdict.sentence if here.first else ranks.AS_THE_FIRST)
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 @app.command()
 @_deferred
 def recipes() -> None:
     """List the recipes: name, layers, length of sequences, dtype, and what has to be named."""
-    typer.echo("\n".join(listing()))
+    typer.echo(wrapped("\n".join(listing())))
+
+
+app.command()(_deferred(options))
 
 
 def inspect(
     folder: Folder,
     verify: Annotated[bool, typer.Option("--verify", help="Read everything and compare the checksums.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json_file: JsonFile = None,
 ) -> None:
     """Print the contents of a checkpoint."""
+    require_writable("--json", json_file)
     from hostward.trainer import export
 
     contents = export.inspect(folder, verify=verify)
-    typer.echo(json.dumps(contents.to_dict(), indent=1) if as_json else contents.to_text())
+    print(contents.to_text(), file=text_stream(json_file))
+    write_json(json_file, json.dumps(contents.to_dict(), indent=1) + "\n")
 
 
 def convert(
@@ -360,7 +404,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BaseException:
         if ranks.met():
             sys.excepthook(*sys.exc_info())
-            ranks.end_at_once(1)
+            ranks.end_at_once(ExitCode.FAILED)
         raise
     if ranks.met():
         ranks.end_at_once(code)
@@ -373,7 +417,7 @@ def _run(words: list[str], debug: bool) -> int:
         if isinstance(chosen, int):  # --help
             return chosen
         chosen()
-        return 0
+        return ExitCode.SUCCESS
     except typer.Exit as stop:
         return stop.exit_code
     except (KeyboardInterrupt, run_files.Terminated) as ended:
@@ -381,11 +425,11 @@ def _run(words: list[str], debug: bool) -> int:
             raise
         interrupted = isinstance(ended, KeyboardInterrupt)
         print("; ".join(["interrupted" if interrupted else "terminated", *_notes(ended)]), file=sys.stderr)
-        return INTERRUPTED if interrupted else TERMINATED
+        return ExitCode.INTERRUPTED if interrupted else ExitCode.TERMINATED
     except BrokenPipeError:
         # The reader has closed the pipe, as in `hostward train | head`. Flushing at exit would raise once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
+        return ExitCode.BROKEN_PIPE
     except HostwardError as error:
         if debug:
             raise
@@ -409,7 +453,7 @@ def _run(words: list[str], debug: bool) -> int:
             ranks.leave_for_launcher(f"error: {error.format_message()}")
             _explain_flag(getattr(error, "option_name", None) or "")
         ranks.wait_for_others()
-        return 2
+        return ExitCode.ERROR
 
 
 def _notes(ended: BaseException) -> list[str]:

@@ -10,8 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hostward.cli.output import print_tables, require_replaceable, require_writable, write_report
-from hostward.errors import ConfigError
+from hostward.cli.output import (
+    STDOUT,
+    print_tables,
+    require_replaceable,
+    require_writable,
+    text_stream,
+    write_json,
+    write_report,
+)
+from hostward.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
     from hostward.doctor import Finding
@@ -30,7 +38,10 @@ HardwareFile = Annotated[
     Path | None,
     typer.Option("--hardware", metavar="FILE", help=f"Measured rates to check; {HARDWARE_FILE} if it exists."),
 ]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write what was found to this file as well.")]
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Write what was found to this file as well; - is standard output."),
+]
 
 
 def doctor(log: Log = None, hardware: HardwareFile = None, json_file: JsonFile = None) -> None:
@@ -48,7 +59,9 @@ def doctor(log: Log = None, hardware: HardwareFile = None, json_file: JsonFile =
 
 
 def bench_machine(
-    json_file: Annotated[Path, typer.Option("--json", help="The file to write.")] = HARDWARE_FILE,
+    json_file: Annotated[
+        Path, typer.Option("--json", metavar="FILE", help="The file to write; - is standard output.")
+    ] = HARDWARE_FILE,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and rounds: seconds, less exact.")] = False,
     threads: Annotated[
         int | None,
@@ -63,9 +76,14 @@ def bench_machine(
     from hostward.plan.hardware_profile import save
 
     hardware = measure_machine(quick=quick, threads=threads, progress=lambda stage: print(stage, file=sys.stderr))
-    save(hardware, json_file)
-    print_tables([render(hardware)])
-    typer.echo(f"written to {json_file}")
+    told = text_stream(json_file)
+    if json_file == STDOUT:
+        write_json(json_file, hardware.to_json())
+    else:
+        save(hardware, json_file)
+    print_tables([render(hardware)], told)
+    if json_file != STDOUT:
+        print(f"written to {json_file}")
 
 
 def _examine(hardware_file: Path | None, json_file: Path | None) -> None:
@@ -76,12 +94,13 @@ def _examine(hardware_file: Path | None, json_file: Path | None) -> None:
     facts = gather(os.environ, read_devices(), hardware=hardware, hardware_error=error)
     findings = checks.examine(facts)
     try:
-        print_tables(checks.render(facts, findings))
-        typer.echo(_sentence(findings))
+        told = text_stream(json_file)
+        print_tables(checks.render(facts, findings), told)
+        print(_sentence(findings), file=told)
     finally:
         write_report(json_file, checks.to_dict(facts, findings))
     if checks.is_bad(findings):
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def _hardware(file: Path | None) -> tuple[Hardware | None, str | None]:
@@ -122,13 +141,13 @@ def _read_log(log: Path, json_file: Path | None) -> None:
     found = _recognised(log)
     try:
         if found:
-            print_tables(logs.render(found))
+            print_tables(logs.render(found), text_stream(json_file))
         else:
-            typer.echo(logs.NOTHING)
+            print(logs.NOTHING, file=text_stream(json_file))
     finally:
         write_report(json_file, logs.to_dict(found))
     if logs.is_bad(found):
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def _recognised(log: Path) -> list[Recognised]:

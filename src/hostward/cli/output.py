@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import shlex
 import shutil
+import sys
 import tempfile
+import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
 
 command_words: ContextVar[list[str]] = ContextVar("command")
 """Words of this command line, for reports."""
+STDOUT = Path("-")
+"""Written for standard output after --json; the command's text is then on stderr."""
 
 
 class Marked(logging.Formatter):
@@ -47,8 +52,10 @@ def require_writable(option: str, file: Path | None) -> None:
 
     A new file is not left behind, and an existing one is unchanged.
     """
-    if file is None:
+    if file is None or (file == STDOUT and option == "--json"):
         return
+    if file == STDOUT:
+        raise ConfigError(f"{option} - names no file", why="only --json writes to standard output", fix="name a file")
     if not file.resolve().parent.is_dir():
         raise ConfigError(f"{option} {file}: its folder does not exist", fix=f"mkdir -p {file.parent}")
     if file.is_dir():
@@ -64,7 +71,8 @@ def require_writable(option: str, file: Path | None) -> None:
 
 def require_replaceable(option: str, file: Path | None) -> None:
     """Raise ConfigError if a file cannot be replaced as a whole: a trace, a plan, a hardware file."""
-    if file is None:
+    if file is None or file == STDOUT:
+        require_writable(option, file)
         return
     if file.exists() and not file.is_file() and not file.is_dir():
         raise ConfigError(f"{option} {file} is no plain file", why="it would be replaced", fix="name another file")
@@ -102,32 +110,78 @@ def require_folder(label: str, folder: Path) -> None:
 
 @contextmanager
 def removed_on_failure(folder: Path | None) -> Iterator[None]:
-    """Remove a folder that the body creates and leaves empty, if the body fails."""
-    is_new = folder is not None and not folder.exists()
+    """Remove the folder, and those above it, that the body creates and leaves empty, if the body raises."""
+    made = [] if folder is None else [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         yield
     except BaseException:
-        if folder is not None and is_new:
-            with suppress(OSError):
-                folder.rmdir()
+        with suppress(OSError):
+            for each in made:
+                each.rmdir()
         raise
 
 
-def print_tables(tables: Sequence[Any]) -> None:
+def text_stream(json_file: Path | None) -> TextIO:
+    """Return the stream of a command's text: stdout, or stderr where `--json -` has stdout for itself."""
+    return sys.stderr if json_file == STDOUT else sys.stdout
+
+
+def fact_lines(facts: Mapping[str, str]) -> list[str]:
+    """Return facts by subject as lines of two columns that fit the terminal, or 80 columns if there is none."""
+    indent = max(map(len, facts)) + 2
+    width = shutil.get_terminal_size().columns
+    texts = (_filled(text, width, subject.ljust(indent), " " * indent) for subject, text in facts.items())
+    return "\n".join(texts).splitlines()
+
+
+_GAP = re.compile(r"(?<=\S) {2,}(?=\S)")
+
+
+def wrapped(text: str) -> str:
+    """Return text whose lines fit the terminal, or 80 columns if there is none.
+
+    A longer line goes on below the start of its last column, if it is a row of columns, else indented.
+    """
+    width = shutil.get_terminal_size().columns
+    return "".join(_fitting(line, width) for line in text.splitlines(keepends=True))
+
+
+def _fitting(line: str, width: int) -> str:
+    if len(line.rstrip()) <= width:
+        return line
+    gaps = [gap.end() for gap in _GAP.finditer(line) if gap.end() <= width * 3 // 4]
+    start = gaps[-1] if gaps else 0
+    hang = " " * (start or len(line) - len(line.lstrip()) + 4)
+    return _filled(line[start:].strip(), width, line[:start], hang) + "\n"
+
+
+def _filled(text: str, width: int, first: str, later: str) -> str:
+    """Fill lines that begin with `first` and `later`; words, flags and paths stay whole."""
+    return textwrap.fill(
+        text, width, initial_indent=first, subsequent_indent=later, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def print_tables(tables: Sequence[Any], stream: TextIO) -> None:
     from rich.console import Console
 
-    console = Console()
+    console = Console(file=stream)
     for table in tables:
         console.print(table)
 
 
 def write_report(json_file: Path | None, content: dict[str, Any]) -> None:
-    """Write a report as JSON, with its circumstances: date, command and versions."""
+    """Write a report as JSON, with its circumstances (date, command and versions), as `write_json`."""
     write_json(json_file, json.dumps(finite({**circumstances(), **content}), indent=1, allow_nan=False) + "\n")
 
 
 def write_json(json_file: Path | None, text: str) -> None:
+    """Write the text to the file, or to stdout if that is `-`. Raises ConfigError if the file cannot be written."""
     if json_file is None:
+        return
+    if json_file == STDOUT:
+        sys.stdout.write(text)
+        sys.stdout.flush()
         return
     try:
         json_file.write_text(text, encoding="utf-8")
@@ -170,6 +224,9 @@ log = logging.getLogger("hostward")
 
 REDRAW_S = 0.1
 """Seconds between two redraws of a terminal, at least."""
+MOST_COLUMNS = 80
+RECENT = 32
+"""Iterations whose mean time predicts the time that is left."""
 _CLEAR = "\r\x1b[K"
 
 
@@ -225,13 +282,13 @@ class Progress:
         done, until = run.first_iteration + len(run.losses), run.config.train.train_iters
         if not self._live:
             if done == run.first_iteration + 1 or done % run.config.logger.log_interval == 0:
-                log.info("%s", "  ".join(parts(run, newest_row(run))))
+                log.info("iteration %s", "  ".join(parts(run, newest_row(run))))
             return
         now_s = self._clock_s()
         if done < until and now_s - self._drawn_s < REDRAW_S:
             return
         self._drawn_s = now_s
-        self._line = fitted(parts(run, newest_row(run)), self._columns() - 1)
+        self._line = fitted(parts(run, newest_row(run)), min(self._columns() - 1, MOST_COLUMNS))
         self._stream.write(_CLEAR + self._line)
         self._stream.flush()
 
@@ -243,27 +300,42 @@ class Progress:
 
 
 def parts(run: Run, row: StepRow) -> list[str]:
-    """Return the parts of the progress line, the most important first."""
-    from hostward.runtime.backend import Tier
-
-    said = [
-        f"iteration {row.iteration + 1}/{run.config.train.train_iters}",
-        f"loss {row.loss:.6f}",
-        f"grad norm {row.grad_norm:.4f}",
-        f"{row.step_s:.3f} s",
-        f"{row.tokens_per_s:,.0f} tokens/s",
-    ]
-    held = row.device_allocated_bytes
-    if held is None:
-        held = run.optimizer.backend.ledger.total_bytes(Tier.DEVICE)
-    # A simulated device counts what hostward allocates; gradients are torch's.
-    said.append(
-        f"simulated device {size(held)} without gradients" if run.device.type == "cpu" else f"device {size(held)}"
-    )
-    said.append(f"host {size(row.host_resident_bytes)}")
+    """Return the parts of the progress line, the most important first: memory, overlap, and the time that is left."""
+    until = run.config.train.train_iters
+    said = [f"{row.iteration + 1}/{until}", _memory_part(run, row)]
+    if run.offload is not None:
+        said.append(f"exposed {run.offload.exposed_s:.3f} s")
+    recent = run.iteration_s[1:][-RECENT:]  # the first compiles and allocates
+    if recent:
+        said.append(f"{duration((until - row.iteration - 1) * sum(recent) / len(recent))} left")
+    said.append(f"loss {row.loss:.4f}")
+    said.append(f"{row.step_s:.3f} s")
+    said.append(f"grad norm {row.grad_norm:.4f}")
+    said.append(f"{row.tokens_per_s:,.0f} tokens/s")
     if row.pinned_bytes and run.device.type == "cuda":
         said.append(f"pinned {size(row.pinned_bytes)}")
     return said
+
+
+def _memory_part(run: Run, row: StepRow) -> str:
+    from hostward.runtime.backend import Tier
+
+    # A simulated device counts what hostward allocates; gradients are torch's.
+    held = row.device_allocated_bytes
+    if held is None:
+        held = run.optimizer.backend.ledger.total_bytes(Tier.DEVICE)
+    on_device, on_host = size(held), size(row.host_resident_bytes)
+    unit = on_host.partition(" ")[2]
+    where = "simulated" if run.device.type == "cpu" else "device"
+    return f"{where} {on_device.removesuffix(f' {unit}')}, host {on_host}"
+
+
+def duration(seconds: float) -> str:
+    """Format a time to go in the largest unit of which there are two."""
+    for unit, unit_s in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * unit_s:
+            return f"{seconds / unit_s:.{1 if unit == 'h' else 0}f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def measured(offload: OffloadReport) -> str:

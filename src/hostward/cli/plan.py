@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hostward.cli.output import require_replaceable, require_writable
+from hostward.cli.options import complete_override, complete_recipe
+from hostward.cli.output import STDOUT, require_replaceable, require_writable, text_stream, wrapped, write_json
 from hostward.cli.recipe import DEFAULT_RECIPE, configured
-from hostward.errors import ConfigError, HostwardError, UnknownNameError
+from hostward.errors import ConfigError, ExitCode, HostwardError, UnknownNameError
 from hostward.trainer.garbage_collection import gc_disabled
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from hostward.plan.budgets import Budgets
     from hostward.plan.cost_model import Speeds
     from hostward.plan.hardware_profile import Hardware
+    from hostward.plan.plan_file import PlanFile
     from hostward.plan.result import Answer, Question
     from hostward.plan.solver import Forced
     from hostward.plan.workload import Workload
@@ -29,9 +31,16 @@ DEFAULT_PROFILE = "h200"
 
 Words = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[OVERRIDES]... | diff A B", help="Options of the recipe, or two plan files to compare."),
+    typer.Argument(
+        metavar="[OVERRIDES]... | diff A B",
+        help="Options of the recipe, or two plan files to compare.",
+        autocompletion=complete_override,
+    ),
 ]
-Recipe = Annotated[str | None, typer.Option("--recipe", help="A recipe by name; `hostward recipes` lists them.")]
+Recipe = Annotated[
+    str | None,
+    typer.Option("--recipe", help="A recipe by name; `hostward recipes` lists them.", autocompletion=complete_recipe),
+]
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", metavar="PATH", help="A transformers config.json instead of a recipe.")
 ]
@@ -67,7 +76,7 @@ KeepOption = Annotated[
 ]
 Weights = Annotated[int | None, typer.Option("--weights", min=0, help="So many first layers' weights on the host.")]
 Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw step time against device memory.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the plan.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the plan; - is standard output.")]
 
 
 # Importing torch and transformers creates millions of permanent objects, and scanning them repeatedly for cyclic
@@ -138,18 +147,17 @@ def plan(
         forced = forced_by_hand(workload, forced, chosen)
         return Question(workload, machine, count, replace(budgets, phases=phases), forced)
 
-    answers, undivided = _answers(counts, asked, plot, json_file)
-    typer.echo(compared(answers, undivided) if len(counts) > 1 else render(answers[0]), nl=False)
-    if json_file is not None and (place or keep or weights is not None):
-        _warn_unsupported(json_file)
+    chosen_by_hand = bool(place or keep or weights is not None)
+    answers, undivided = _answers(counts, asked, partial(_answer, plot, json_file, chosen_by_hand))
+    told = text_stream(json_file)
+    print(wrapped(compared(answers, undivided) if len(counts) > 1 else render(answers[0])), end="", file=told)
     if hardware is None:
         others = ", ".join(name for name in PROFILES if name != DEFAULT_PROFILE)
-        typer.echo(
-            f"\nrates are those of the shipped profile {DEFAULT_PROFILE}; "
-            f"--hardware takes {others}, or a file of `hostward bench machine`"
-        )
+        rates = f"rates are those of the shipped profile {DEFAULT_PROFILE}; "
+        rates += f"--hardware takes {others}, or a file of `hostward bench machine`\n"
+        print(f"\n{wrapped(rates)}", end="", file=told)
     if undivided or any(found.chosen is None for found in answers):
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def _counts(text: str) -> list[int]:
@@ -161,7 +169,7 @@ def _counts(text: str) -> list[int]:
 
 
 def _answers(
-    counts: list[int], asked: Callable[[int], Question], plot: Path | None, json_file: Path | None
+    counts: list[int], asked: Callable[[int], Question], answer: Callable[[Question], Answer]
 ) -> tuple[list[Answer], dict[int, HostwardError]]:
     """Return the answers for these numbers of GPUs, and the errors of those that cannot divide the step.
 
@@ -173,7 +181,7 @@ def _answers(
     undivided: dict[int, HostwardError] = {}
     for count in counts:
         try:
-            answers.append(_answer(asked(count), plot, json_file))
+            answers.append(answer(asked(count)))
         except UndividedError as error:
             if count == counts[-1] and not answers:
                 raise
@@ -181,7 +189,7 @@ def _answers(
     return answers, undivided
 
 
-def _answer(question: Question, plot: Path | None, json_file: Path | None) -> Answer:
+def _answer(plot: Path | None, json_file: Path | None, chosen_by_hand: bool, question: Question) -> Answer:
     from hostward.plan import plan_file
     from hostward.plan.rank_partition import required_of
     from hostward.plan.render import frontier_points
@@ -202,22 +210,25 @@ def _answer(question: Question, plot: Path | None, json_file: Path | None) -> An
             found.chosen,
             frontier_points(found),
         )
-        plan_file.save(made, json_file)
+        if json_file == STDOUT:
+            write_json(json_file, made.to_json())
+        else:
+            plan_file.save(made, json_file)
+        if chosen_by_hand:
+            _warn_unsupported(made, json_file)
     elif json_file is not None:
         typer.echo(f"{json_file} is not written: no plan fits", err=True)
     return found
 
 
-def _warn_unsupported(file: Path) -> None:
+def _warn_unsupported(plan: PlanFile, file: Path) -> None:
     """Print why training does not support a plan with choices made by hand."""
     from hostward.attachment import layers_of
-    from hostward.plan import plan_file
 
-    if file.exists():
-        try:
-            layers_of(plan_file.load(file))
-        except ConfigError as error:
-            typer.echo(f"hostward train --plan does not support {file}: {error.what}", err=True)
+    try:
+        layers_of(plan)
+    except ConfigError as error:
+        typer.echo(f"hostward train --plan does not support {file}: {error.what}", err=True)
 
 
 def _of_recipe(name: str, config: Config, gpus: int, speeds: Speeds) -> tuple[Workload, Forced, tuple[str, ...]]:
@@ -313,5 +324,5 @@ def _diff(words: list[str]) -> None:
     if not lines:
         typer.echo("the plans are equal")
         return
-    typer.echo("\n".join([plan_file.summary(*plans), *lines]))
-    raise typer.Exit(1)
+    typer.echo(wrapped("\n".join([plan_file.summary(*plans), *lines])))
+    raise typer.Exit(ExitCode.FAILED)

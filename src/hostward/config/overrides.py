@@ -79,11 +79,13 @@ DEEPSPEED = {
 }
 
 # Flags of other launchers and trainers, without their dashes, and their replacements.
-_NO_DEEPSPEED_FILE = "leave it out, and write what its file says as namespace.option=value; docs/options.md lists them"
+_NO_DEEPSPEED_FILE = (
+    "leave it out, and write what its file says as namespace.option=value; `hostward options` lists them"
+)
 FLAGS = {
     "deepspeed": _NO_DEEPSPEED_FILE,
     "deepspeed_config": _NO_DEEPSPEED_FILE,
-    "dry_run": "hostward plan with the same options reports what the run would need, and allocates nothing",
+    "dry_run": "only hostward train has it; hostward plan reports what a run would need, and allocates nothing",
     "local_rank": "leave it out, and start with torchrun, which sets it in the environment",
 }
 
@@ -177,7 +179,7 @@ def unknown_option(name: str) -> UnknownNameError:
     if of_deepspeed is not None:
         return UnknownNameError(what, why="the name is DeepSpeed's", fix=of_deepspeed)
     proposal = MOVED.get(name) or nearest_option(namespace, bare if dot else name)
-    listing = f"the namespaces are {', '.join(NAMESPACES)}; docs/options.md lists every option"
+    listing = f"the namespaces are {', '.join(NAMESPACES)}; `hostward options` lists them all"
     return UnknownNameError(what, fix=f"did you mean {proposal}?" if proposal else listing)
 
 

@@ -84,7 +84,7 @@ class Options:
             closest = nearest(name, fields)
             raise UnknownNameError(
                 f"{type(self).__name__} has no option {name!r}",
-                fix=f"did you mean {closest}?" if closest else "docs/options.md lists every option",
+                fix=f"did you mean {closest}?" if closest else "`hostward options` lists them all",
             )
         if isinstance(value, str):
             value = fields[name].metadata.get("aliases", {}).get(value, value)

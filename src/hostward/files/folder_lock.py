@@ -111,7 +111,13 @@ class FolderLock:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None and self._descriptor is not None:
+        if error is not None:
+            self.leave_as_found()
+        self.release()
+
+    def leave_as_found(self) -> None:
+        """Remove what the lock has made, unless something else is in it, and release the folder."""
+        if self._descriptor is not None:
             with suppress(OSError):  # its contents stay
                 if self._made_file:
                     self._path.unlink()

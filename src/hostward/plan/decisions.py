@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -66,3 +67,16 @@ class FrontierPoint:
     label: str
     device_bytes: int
     step_s: float
+
+
+WORTH_SHARE = 0.01
+"""A plan is faster than another one from this share of the step time on; predictions say no less reliably."""
+
+
+def faster(points: Iterable[FrontierPoint], device_bytes: int, step_s: float) -> FrontierPoint | None:
+    """Return the fastest plan that takes at most `device_bytes` and is faster than a step of `step_s` seconds.
+
+    Of several as fast, the one with the least device memory. None where there is none.
+    """
+    fitting = [p for p in points if p.device_bytes <= device_bytes and p.step_s < step_s * (1 - WORTH_SHARE)]
+    return min(fitting, key=lambda p: (p.step_s, p.device_bytes), default=None)

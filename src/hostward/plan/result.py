@@ -84,13 +84,17 @@ def offloads(choice: Choice) -> bool:
     return leaves or bool(choice.offloaded_weights) or any(p.offloaded for p in choice.placements)
 
 
+def device_budget(gpu_bytes: int, gpus: int) -> int:
+    """Return the memory of a GPU, one of `gpus` of a run, less a reserve, in bytes."""
+    return int(max(0, gpu_bytes - DEVICE_RESERVE_BYTES) / (1 + (POOLS_SHARE if gpus > 1 else 0)))
+
+
 def default_budgets(hardware: Hardware, gpus: int) -> Budgets:
     """Return the machine's memory less a reserve, per GPU; no limit where the hardware file has none."""
     memory = hardware.limits.memory_bytes
     locked = hardware.limits.locked_bytes
-    pools = 1 + (POOLS_SHARE if gpus > 1 else 0)
     return Budgets(
-        int(max(0, hardware.gpu.memory_bytes - DEVICE_RESERVE_BYTES) / pools) if hardware.gpu else None,
+        device_budget(hardware.gpu.memory_bytes, gpus) if hardware.gpu else None,
         int(memory * (1 - HOST_RESERVE_SHARE)) // gpus if memory is not None else None,
         locked // gpus if locked is not None else None,
     )

@@ -60,6 +60,12 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 0.095 or share == 0 else f"{100 * share:.1f} %"
 
 
+def per_second(report: RunReport) -> str:
+    """Return the tokens per second of the median step."""
+    step_s = report.measured.step_s
+    return f"{report.tokens_per_iteration / step_s:,.0f}" if step_s else UNKNOWN
+
+
 def error_percent(predicted: float | None, measured: float | None) -> str:
     """Format the error of a prediction, relative to the measured value."""
     if predicted is None or measured is None:
@@ -115,8 +121,9 @@ def _cost(report: RunReport) -> str:
         return "; what that cost in time was not measured"
     share = percent(min(1.0, offload.exposed_s / step_s))
     return (
-        f", at the cost of {duration(offload.exposed_s)} in each step of {duration(step_s)} ({share}) in which the GPU "
-        f"was idle for it; {duration(offload.hidden_s)} of copies and CPU optimizer steps were overlapped"
+        f", at the cost of {duration(offload.exposed_s)} in each step, of {duration(step_s)} in the median ({share}), "
+        f"in which the GPU was idle for it; {duration(offload.hidden_s)} of copies and CPU optimizer steps were "
+        "overlapped"
     )
 
 
@@ -235,10 +242,15 @@ def _iteration(at: float) -> int:
     return math.ceil(at)
 
 
+def points_each(values: Sequence[object]) -> int:
+    """Return how many known values are drawn as one point."""
+    return -(-len(values) // SEEN)
+
+
 def line(values: Sequence[float | None], first: int) -> list[tuple[float, float]]:
     """Return (iteration, value) of known values, from iteration `first` + 1 on; beyond SEEN, means of neighbours."""
     points = [(float(first + 1 + i), float(v)) for i, v in enumerate(values) if v is not None]
-    width = -(-len(points) // SEEN)
+    width = points_each(points)
     if width <= 1:
         return points
     groups = [points[i : i + width] for i in range(0, len(points), width)]

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from hostward.core.units import size, unit_of
-from hostward.plan.decisions import FrontierPoint
+from hostward.plan.decisions import FrontierPoint, faster
+from hostward.plan.result import device_budget
 from hostward.report.formatting import (
     ACTIVATIONS,
     REST,
@@ -19,12 +20,14 @@ from hostward.report.formatting import (
     host_stack,
     line,
     number,
+    per_second,
     percent,
     placed_runs,
+    points_each,
     status,
     weights_of,
 )
-from hostward.report.schema import Estimate, RunReport
+from hostward.report.schema import Estimate, RunReport, iterations
 from hostward.report.svg import (
     FILLS,
     area_chart,
@@ -79,7 +82,7 @@ def _head(report: RunReport, title: str) -> Iterator[str]:
     yield f'<p class="answer">{escape(answer(report))}</p>'
     losses = [loss for loss in report.losses if loss is not None]
     figures = {
-        "tokens per second": f"{report.tokens_per_s:,.0f}" if report.tokens_per_s else "–",
+        "tokens per second, median step": per_second(report),
         "a step, median": duration(report.measured.step_s),
         "loss, first → last": f"{number(losses[0], 3)} → {number(losses[-1], 3)}" if losses else "–",
         "device memory, peak": size(report.measured.device_peak_bytes),
@@ -94,6 +97,10 @@ def _head(report: RunReport, title: str) -> Iterator[str]:
         figures["GPU idle, per step"] = duration(report.offload.exposed_s)
     rows = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in figures.items())
     yield f'<dl class="figures">{rows}</dl>'
+    if report.offload is not None and not report.simulated:
+        span = iterations(report.offload.first_iteration, report.offload.last_iteration)
+        words = f"Idle and overlapped seconds are those of {span}, per step; step times are medians of the run."
+        yield f'<p class="faint">{words}</p>'
 
 
 def _where(report: RunReport) -> str:
@@ -191,8 +198,33 @@ def _frontier(report: RunReport) -> Iterator[str]:
     if own is None and report.simulated:
         yield "<figcaption>This run is not among them: on a simulated device its memory is not counted.</figcaption>"
     yield "</figure>"
+    yield from (f"<p>{escape(sentence)}</p>" for sentence in beaten_by(report))
     rows = [(str(n), p.label, size(p.device_bytes), duration(p.step_s)) for n, p in enumerate(everything, 1)]
     yield _table(("", "plan", "device memory", "step"), rows, left=2)
+
+
+def beaten_by(report: RunReport) -> Iterator[str]:
+    """Yield sentences about plans of the frontier that are predicted to beat the run's own, prediction by prediction.
+
+    The first is about as much device memory as the run's plan takes, the second about all of the GPU's.
+    """
+    own, gpu_bytes = report.predicted, report.machine.get("device_memory_bytes")
+    if own is None or own.step_s is None or own.device_peak_bytes is None:
+        yield "Whether one of these plans beats the run's own is not known: the report holds no prediction of its step."
+        return
+
+    def gain(plan: FrontierPoint) -> str:
+        words = f"“{plan.label}”, {size(plan.device_bytes)}, is predicted to take {duration(plan.step_s)} per step"
+        return f"{words} instead of {duration(own.step_s)} ({percent(1 - plan.step_s / (own.step_s or 1.0))} less)"
+
+    better = faster(report.frontier, own.device_peak_bytes, own.step_s)
+    here = f"In no more device memory than the run's own plan ({size(own.device_peak_bytes)})"
+    yield f"{here}, {gain(better)}." if better else f"{here} no plan is predicted to be faster."
+    if type(gpu_bytes) is int:
+        gpus = 1 if report.ranks is None else len(report.ranks.ranks)
+        best = faster(report.frontier, device_budget(gpu_bytes, gpus), own.step_s)
+        if best is not None and best != better:
+            yield f"With the rest of the GPU's {size(gpu_bytes)} as well, {gain(best)}."
 
 
 def own_point(report: RunReport) -> FrontierPoint | None:
@@ -211,7 +243,7 @@ def _predictions(report: RunReport) -> Iterator[str]:
         "device memory, peak": (guess.device_peak_bytes, measured.device_peak_bytes, size),
         "host memory of the run": (guess.host_bytes, measured.host_bytes, size),
         "pinned": (guess.pinned_bytes, measured.pinned_bytes, size),
-        "step": (guess.step_s, measured.step_s, duration),
+        "step, median": (guess.step_s, measured.step_s, duration),
         "of it, GPU idle": (guess.exposed_s, measured.exposed_s, duration),
     }
     if report.simulated:
@@ -249,8 +281,9 @@ def _progress(report: RunReport) -> Iterator[str]:
     chart = line_chart(points, axis, title="Tokens per second over iterations", text=text)
     yield f"<h3>Tokens per second</h3><figure>{chart}"
     missing = sum(loss is None for loss in report.losses)
-    skipped = len(report.skipped_iterations)
+    skipped, each = len(report.skipped_iterations), points_each(speed)
     notes = [f"Losses that were not finite and are not drawn: {missing}."] if missing else []
+    notes += [f"A point of these curves is the mean of {each} iterations."] if each > 1 else []
     notes += [f"Steps that were skipped: {skipped}."] if skipped else []
     yield f"<figcaption>{escape(' '.join(notes))}</figcaption></figure>"
 

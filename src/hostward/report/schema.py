@@ -258,6 +258,7 @@ class RunReport:
     skipped_iterations: tuple[int, ...]
     tokens_per_iteration: int
     tokens_per_s: float
+    """Of all iterations after the first together; the page and the terminal show those of the median step."""
     iteration_s: tuple[float, ...]
     step_memory: StepMemory
     memory_over_time: OwnerSamples

@@ -28,6 +28,8 @@ FILLS = {
 }
 """Names of colours by role."""
 _EDGE = 0.06
+_DOT_WIDTH, _DOT_HEIGHT = 0.1, 0.13
+"""Room that a numbered dot needs on the narrowest screen, as shares of a plot."""
 
 
 def escape(words: str) -> str:
@@ -111,13 +113,21 @@ def line_chart(points: Sequence[tuple[float, float]], y: Axis, *, title: str, te
 
 
 def scatter(points: Sequence[tuple[float, float, bool]], x: Axis, y: Axis, *, title: str, text: str) -> str:
-    """Draw numbered dots; the filled one is this run's."""
-    dots = [
-        f'<span class="dot{" own" if own else ""}" aria-hidden="true" style="left:{100 * x.share(across):.2f}%;'
-        f'bottom:{100 * y.share(up):.2f}%">{number}</span>'
-        for number, (across, up, own) in enumerate(points, 1)
-    ]
-    return plot([], x, y, title=title, text=text, besides=dots)
+    """Draw numbered dots; the filled one is this run's.
+
+    A dot too close to another one for its number is small, and says it to a pointer.
+    """
+    places = [(x.share(across), y.share(up), own) for across, up, own in points]
+    numbered: list[tuple[float, float]] = []
+    small, large = [], []
+    for number, (left, bottom, own) in sorted(enumerate(places, 1), key=lambda each: not each[1][2]):  # own first
+        where = f'aria-hidden="true" style="left:{100 * left:.2f}%;bottom:{100 * bottom:.2f}%"'
+        if any(abs(left - a) < _DOT_WIDTH and abs(bottom - b) < _DOT_HEIGHT for a, b in numbered):
+            small.append(f'<span class="dot small" {where} title="{number}"></span>')
+            continue
+        numbered.append((left, bottom))
+        large.append((number, f'<span class="dot{" own" if own else ""}" {where}>{number}</span>'))
+    return plot([], x, y, title=title, text=text, besides=[*small, *(dot for _, dot in sorted(large))])
 
 
 def plot(

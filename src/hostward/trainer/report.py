@@ -16,6 +16,8 @@ from hostward.config.schema import Config, get_option, options
 from hostward.config.validate import shown
 from hostward.core.host_limits import host_memory, resident_bytes
 from hostward.core.placement import Placement
+from hostward.core.units import size, unit_of
+from hostward.report.formatting import duration, per_second
 from hostward.report.schema import (
     FORMAT,
     VERSION,
@@ -200,28 +202,32 @@ def _host_facts() -> dict[str, Any]:
 
 
 def render(report: RunReport) -> list[Table]:
-    """Return tables for a terminal."""
+    """Return tables for a terminal of 80 columns."""
     from rich.table import Table
 
-    run = Table(title=f"{report.recipe}: {iterations(report.first_iteration, report.last_iteration)}")
-    run.add_column("run")
-    run.add_column("value", justify="right", overflow="fold")  # so that names of options can be copied
-    simulated = report.simulated
+    run = Table(
+        title=f"{report.recipe}: {iterations(report.first_iteration, report.last_iteration)}",
+        box=None,
+        show_header=False,
+        title_justify="left",
+        pad_edge=False,
+    )
+    run.add_column("subject")
+    run.add_column("facts", overflow="fold")  # so that names of options can be copied
+    placed = f"{report.placed_fraction:.2%} offloaded, {report.asked_fraction:.2%} asked for"
+    on_device = report.buckets - report.host_buckets - report.streamed_buckets
     rows = {
         "loss, first and last": _first_and_last(report.losses),
-        "tokens/s": f"{report.tokens_per_s:,.0f}",
-        "parameters (trained)": f"{report.model_parameters:,} ({report.parameters:,})",
-        "state offloaded, requested": f"{report.asked_fraction:.4f}",
-        "state offloaded, placed": f"{report.placed_fraction:.4f}",
-        "state offloaded, bytes": f"{report.offloaded_bytes:,} of {report.state_bytes:,}",
-        "buckets with CPU optimizer step": f"{report.host_buckets} of {report.buckets}",
-        "buckets streamed": f"{report.streamed_buckets} of {report.buckets}",
-        "placements": report.placements,
-        "moved device to host, bytes": f"{report.moved_d2h_bytes:,}",
-        "moved host to device, bytes": f"{report.moved_h2d_bytes:,}",
+        "step, median": duration(report.measured.step_s),
+        "tokens/s, median step": per_second(report),
+        "parameters": f"{report.parameters:,} trained of {report.model_parameters:,}",
+        "optimizer state": f"{size(report.offloaded_bytes)} of {size(report.state_bytes)}: {placed}",
+        "buckets": f"{report.host_buckets} stepped by the CPU, {report.streamed_buckets} streamed, {on_device} on the "
+        "device",
+        "moved in all": f"{size(report.moved_d2h_bytes)} to the host, {size(report.moved_h2d_bytes)} to the device",
         "skipped steps": str(len(report.skipped_iterations)),
         "data": report.data,
-        "backend": ", ".join(f"{k} {v}" for k, v in report.machine.items()),
+        "machine": ", ".join(f"{k} {v}" for k, v in report.machine.items()),
     }
     if report.activations is not None:
         weights = report.activations.get("weights")
@@ -229,17 +235,18 @@ def render(report: RunReport) -> list[Table]:
         rows |= {"saved activations": report.activations["words"]} if report.activations["words"] else {}
     if report.offload is not None:
         span = iterations(report.offload.first_iteration, report.offload.last_iteration)
-        notes = ["copies within host memory: times and rates are not those of a GPU"] if simulated else []
-        rows |= {f"measured, {span}": "\n".join([*report.offload.lines, *notes])}
+        notes = ["copies within host memory: times and rates are not those of a GPU"] if report.simulated else []
+        rows |= {"offloading": "\n".join([f"measured in {span}", *report.offload.lines, *notes])}
     rows |= _allocator_row(report.step_memory)
     rows |= {"each rank has": report.division} if report.division else {}
     if report.ranks is not None:
-        rows |= _rank_rows(report.ranks, simulated=simulated)
+        rows |= _rank_rows(report.ranks, simulated=report.simulated)
     if report.checkpoint:
         rows["checkpoint"] = report.checkpoint
     for name, value in rows.items():
         run.add_row(name, value)
-    return [run, _memory_table(report.memory, report.step_memory.device_reserved_bytes, simulated=simulated)]
+    reserved_bytes = report.step_memory.device_reserved_bytes
+    return [run, _memory_table(report.memory, reserved_bytes, simulated=report.simulated)]
 
 
 def _allocator_row(memory: StepMemory) -> dict[str, str]:
@@ -256,7 +263,7 @@ def _allocator_row(memory: StepMemory) -> dict[str, str]:
 
 def _rank_rows(ranks: RanksReport, *, simulated: bool) -> dict[str, str]:
     nodes = [
-        f"{n.node}: {n.ranks} ranks, host {n.host_bytes:,}{'' if simulated else f', pinned {n.pinned_bytes:,}'} bytes"
+        f"{n.node}: {n.ranks} ranks, host {size(n.host_bytes)}{'' if simulated else f', pinned {size(n.pinned_bytes)}'}"
         for n in ranks.nodes
     ]
     rows = {f"{len(ranks.ranks)} ranks, by node": "\n".join(nodes)}
@@ -270,30 +277,32 @@ def _first_and_last(losses: Sequence[float | None]) -> str:
 
 
 def _memory_table(memory: MemoryReport, reserved_bytes: tuple[int, ...] | None, *, simulated: bool) -> Table:
+    """Return the table of bytes by owner, all in the unit of the largest sum."""
     from rich.table import Table
 
-    table = Table(title="memory in steady state")
+    device, host = memory.device_by_owner_bytes, memory.host_by_owner_bytes
+    unit_bytes, unit = unit_of(max(sum(device.values()), sum(host.values())))
+
+    def shown(nbytes: int | None) -> str:
+        return f"{nbytes / unit_bytes:,.{1 if unit_bytes > 1 else 0}f}" if nbytes else ""
+
+    table = Table(title=f"\nmemory in steady state, {unit}", box=None, title_justify="left", pad_edge=False)
     if simulated:
         table.caption = "The device is simulated: its bytes are ordinary host memory too."
-    for column in ("owner", "simulated device bytes" if simulated else "device bytes", "host bytes"):
+        table.caption_justify = "left"
+    for column in ("owner", "simulated device" if simulated else "device", "host"):
         table.add_column(column, justify="left" if column == "owner" else "right")
-    owners = [*memory.device_by_owner_bytes]
-    owners += [o for o in memory.host_by_owner_bytes if o not in memory.device_by_owner_bytes]
-    for owner in owners:
-        on_device, on_host = memory.device_by_owner_bytes.get(owner, 0), memory.host_by_owner_bytes.get(owner, 0)
-        table.add_row(owner, f"{on_device:,}" if on_device else "", f"{on_host:,}" if on_host else "")
-    table.add_section()
-    table.add_row(
-        "sum", f"{sum(memory.device_by_owner_bytes.values()):,}", f"{sum(memory.host_by_owner_bytes.values()):,}"
-    )
+    for owner in dict.fromkeys((*device, *host)):
+        table.add_row(owner, shown(device.get(owner)), shown(host.get(owner)))
+    table.add_row("sum", shown(sum(device.values())), shown(sum(host.values())))
     if not simulated:
-        table.add_row("of it pinned", "", f"{memory.pinned_bytes:,}")
-    table.add_row("process, resident", "", f"{memory.resident_bytes:,}")
+        table.add_row("of it pinned", "", shown(memory.pinned_bytes))
+    table.add_row("process, resident", "", shown(memory.resident_bytes))
     if memory.device_allocated_bytes is not None:
-        table.add_row("torch, allocated between steps", f"{memory.device_allocated_bytes:,}", "")
-        table.add_row("torch, peak", f"{memory.device_peak_bytes:,}", "")
+        table.add_row("torch, allocated between steps", shown(memory.device_allocated_bytes), "")
+        table.add_row("torch, peak", shown(memory.device_peak_bytes), "")
     if reserved_bytes:
-        table.add_row("torch, reserved", f"{reserved_bytes[-1]:,}", "")
+        table.add_row("torch, reserved", shown(reserved_bytes[-1]), "")
     return table
 
 

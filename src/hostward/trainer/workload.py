@@ -191,6 +191,7 @@ def cached_workload(folder: Path | None, question: Mapping[str, Any], trace: Cal
     path = folder / f"{_key(question)}.json"
     with suppress(OSError, ValueError):
         return from_text(path.read_text(encoding="utf-8"))
+    log.info("tracing the model, once for all later calls; loading PyTorch")
     found = trace()
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -170,21 +170,25 @@ def render(verdict: Verdict) -> list[Table]:
     from rich.table import Table
 
     how = "same gradients fed to both" if verdict.same_gradients else "independent runs"
-    table = Table(title=f"verify {verdict.recipe}: {verdict.iterations} iterations, {how}")
-    table.caption = WORDS
-    for column in ("case", "placed", "clipped", "claim", "held", "detail"):
-        table.add_column(column)
+    heading = f"\nverify {verdict.recipe}: {verdict.iterations} iterations, {how}\n{WORDS}"
+    tables = []
     for c in verdict.comparisons:
-        facts = c.name, f"{c.placed_fraction:.4f}", f"{c.clipped} of {verdict.iterations}"
+        title = (
+            f"{heading}\n{c.name}: {c.placed_fraction:.2%} placed, {c.clipped} of {verdict.iterations} steps clipped"
+        )
+        heading = ""
+        table = Table(title=title, box=None, title_justify="left", pad_edge=False)
+        for column in ("claim", "held", "detail"):
+            table.add_column(column)
         for claim in c.claims:
-            table.add_row(*facts, claim.name, "yes" if claim.held else "NO", claim.detail)
-        table.add_section()
-    settings = Table(title="settings of all runs")
+            table.add_row(claim.name, "yes" if claim.held else "NO", claim.detail)
+        tables.append(table)
+    settings = Table(title="\nsettings of all runs", box=None, show_header=False, title_justify="left", pad_edge=False)
     settings.add_column("setting")
-    settings.add_column("value")
+    settings.add_column("value", overflow="fold")
     for name, value in verdict.settings.items():
         settings.add_row(name, str(value))
-    return [table, settings]
+    return [*tables, settings]
 
 
 def _independent_runs(recipe: str, cases: Sequence[Case]) -> list[_Pair]:
