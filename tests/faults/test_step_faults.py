@@ -291,9 +291,14 @@ def outcome(mix: str, order: Order, at: int, without: int | None, *, in_step: bo
     return "whole, after the step"
 
 
-@pytest.mark.parametrize("order", [EAGER, LATEST], ids=["eager", "late"])
-@pytest.mark.parametrize("in_step", [True, False], ids=["step", "backward"])
-@every_mix
+@pytest.mark.parametrize(
+    ("mix", "in_step", "order"),
+    [
+        *(("mixed", in_step, order) for in_step in (True, False) for order in (EAGER, LATEST)),
+        *(("device", True, LATEST), ("device", False, EAGER), ("host", True, EAGER), ("host", False, LATEST)),
+        *(("streamed", True, LATEST), ("streamed", False, EAGER)),
+    ],
+)
 def test_t62_ctrl_c_at_any_operation_is_noticed_or_leaves_everything_whole(
     mix: str, in_step: bool, order: Order
 ) -> None:
