@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from recent_memory import read_seldom
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -16,6 +18,11 @@ def one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def host_memory_is_read_seldom() -> None:
+    read_seldom()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -32,3 +39,23 @@ def loggers_are_as_they_were() -> None:
     log.setLevel(logging.NOTSET)
     log.disabled, log.propagate = False, True
     logging.disable(logging.NOTSET)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`--dist loadfile` in the order of folders, where tests/distributed is one file: its tests share four processes,
+    which take long to start. In xdist's own order files of few tests come last, and some of those are the longest: one
+    of two processes would wait for the other at the end.
+    """
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class OneWorld(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            folder = file.rpartition("/")[0]
+            return folder if folder.endswith("tests/distributed") else file
+
+    config.option.loadscopereorder = False
+    return OneWorld(config, log)

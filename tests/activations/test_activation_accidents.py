@@ -315,17 +315,16 @@ def test_h33_h34_h35_h36_h37_h41(scenario: Scenario) -> None:
     scenario(plain)
     expected = gradients(plain)
     assert all(g is None or g.isfinite().all() for g in expected)
-    for order in (Order(), *FEW):
-        for num_layers in (1, 3):
-            net = Net()
-            with offloading(net, order, num_layers=num_layers, double_buffering=num_layers == 1) as run:
-                scenario(net)
-                assert equal(gradients(net), expected), order
-                loss(net, 9).backward()  # what died in flight is seen to
-                run.backend.synchronise()
-                assert left_over(run) == 0, order
-                assert not run._transfers.orphans
-            assert autograd._top_saved_tensors_default_hooks(True) is None
+    for num_layers, order in [*((3, order) for order in (Order(), *FEW)), (1, FEW[1])]:
+        net = Net()
+        with offloading(net, order, num_layers=num_layers, double_buffering=num_layers == 1) as run:
+            scenario(net)
+            assert equal(gradients(net), expected), order
+            loss(net, 9).backward()  # what died in flight is seen to
+            run.backend.synchronise()
+            assert left_over(run) == 0, order
+            assert not run._transfers.orphans
+        assert autograd._top_saved_tensors_default_hooks(True) is None
 
 
 def in_place(before: bool) -> Scenario:

@@ -180,10 +180,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", NETS)
-def test_t44_forward_and_backward_are_captured_together(name: str, options: str, microbatches: int) -> None:
+def test_t44_forward_and_backward_are_captured_together(name: str, options: str) -> None:
+    microbatches = 1 + (list(NETS).index(name) + list(OPTIONS).index(options)) % 2
     expected = [gradients(NETS[name](), 5 * seed, microbatches) for seed in range(4)]
     for order in ORDERS[: 2 if name == "Llama" else None]:
         net = NETS[name]()

@@ -5,7 +5,6 @@ Seen red: hooks that a model which was compiled before does not call; hooks that
 
 from __future__ import annotations
 
-import functools
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,68 +43,55 @@ def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
     return found
 
 
-@functools.cache
-def alone(how: str, name: str) -> list[torch.Tensor]:
-    """Gradients of a compiled model to which nothing is attached."""
-    return gradients(compiled(transformer("Llama"), how, name))
-
-
-@pytest.mark.parametrize("called_before", [True, False], ids=["called before", "not called before"])
-@pytest.mark.parametrize("how", ["per layer", "whole model"])
+@pytest.mark.parametrize(
+    ("how", "called_before"), [("per layer", False), ("whole model", True)], ids=["per layer", "whole model, called"]
+)
 def test_t43_h47_compiled(how: str, called_before: bool) -> None:
-    name = "aot_eager"
-    expected = alone(how, name)
-    for order in FEW[1:2]:
-        torch.compiler.reset()
-        model = compiled(transformer("Llama"), how, name)
-        if called_before:
-            loss_of(model, 0).backward()
-        with offloading(model, order) as run:
-            assert same(gradients(model), expected)
-            report = run.report()
-            assert left_over(run) == 0
-        assert report.offloaded_bytes == report.reloaded_bytes > 0
-        assert report.freed_bytes > 0.9 * report.offloaded_bytes
+    """Also of a model that has been compiled when it is attached to."""
+    expected = gradients(compiled(transformer("Llama"), how, "aot_eager"))
+    torch.compiler.reset()
+    model = compiled(transformer("Llama"), how, "aot_eager")
+    if called_before:
+        loss_of(model, 0).backward()
+    with offloading(model, FEW[1]) as run:
+        assert same(gradients(model), expected)
+        report = run.report()
+        assert left_over(run) == 0
+    assert report.offloaded_bytes == report.reloaded_bytes > 0
+    assert report.freed_bytes > 0.9 * report.offloaded_bytes
 
 
-@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler")
-def test_t43_layers_compiled_by_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reference has a hook of its own: kernels may depend on where the graph breaks."""
+@pytest.mark.parametrize(
+    "name",
+    [
+        "aot_eager",
+        pytest.param(
+            "inductor",
+            marks=pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler"),
+        ),
+    ],
+)
+def test_t43_compiled_layers_of_a_network_of_another_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Any hook on a compiled module makes other graphs of it, with other kernels and bits: the reference has one."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)
-
-    def run(*, attached: bool) -> tuple[list[torch.Tensor], int]:
-        torch.compiler.reset()
-        model = compiled(transformer("Llama"), "per layer", "inductor")
-        if not attached:
-            for layer in model.model.layers:  # type: ignore[union-attr]
-                layer.register_forward_pre_hook(torch.compiler.disable(lambda *_: None))
-            return gradients(model), 0
-        with offloading(model, FEW[1]) as run:
-            found = gradients(model)
-            assert left_over(run) == 0
-            report = run.report()
-        assert report.offloaded_bytes == report.reloaded_bytes
-        return found, report.offloaded_bytes
-
-    found, offloaded = run(attached=True)
-    assert offloaded > 0
-    assert same(found, run(attached=False)[0])
-
-
-def test_t43_a_compiled_network_of_another_kind() -> None:
-    """Any hook on a compiled module makes other graphs of it, with other bits: the reference has one as well."""
 
     def run(*, attached: bool) -> list[torch.Tensor]:
         torch.compiler.reset()
         model = Images()
         for stage in model.stages:
-            stage.compile(backend="aot_eager")
+            stage.compile(backend=name)
             if not attached:
                 stage.register_forward_pre_hook(torch.compiler.disable(lambda *_: None))
         if not attached:
             return gradients(model)
-        with offloading(model, FEW[1]):
-            return gradients(model)
+        with offloading(model, FEW[1]) as run:
+            found = gradients(model)
+            assert left_over(run) == 0
+            report = run.report()
+        assert report.offloaded_bytes == report.reloaded_bytes > 0
+        return found
 
-    assert same(run(attached=True), run(attached=False))
+    with torch._inductor.config.patch(compile_threads=1):
+        assert same(run(attached=True), run(attached=False))

@@ -25,7 +25,7 @@ def group_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("num_layers", [2, 3])
 def test_gradients_keep_their_bits(most: int, num_layers: int) -> None:
     expected = trained_alone("Qwen3")
-    for order in ORDERS[::2]:
+    for order in ORDERS[most::4]:
         model = transformer("Qwen3")
         with offloading(model, order, num_layers=num_layers, max_in_flight=most) as run:
             assert same(trained(model), expected), order

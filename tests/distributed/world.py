@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from recent_memory import read_seldom
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import ProcessGroupGloo, _world
 from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
@@ -129,6 +130,7 @@ class World:
 
 def _serve(rank: int, port: int, end: Connection) -> None:
     torch.set_num_threads(1)
+    read_seldom()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     distributed_c10d.ProcessGroupGloo = _GlooOfOneThread  # type: ignore[misc]
     limit = timedelta(seconds=LIMIT_S)

@@ -16,11 +16,9 @@ from hostward.core.host_limits import resident_bytes
 from hostward.runtime.backend import Tier
 from hostward.runtime.simulated.backend import Order, SimulatedBackend
 
-WARM, STEPS = 60, 200
+WARM, STEPS = 40, 80
 MIB = 1 << 20
 MODES = {
-    "host": {"offload_fraction": 1.0, "streamed_fraction": 0.0},
-    "streamed": {"offload_fraction": 1.0, "streamed_fraction": 1.0},
     "mixed": {"offload_fraction": 0.7, "streamed_fraction": 0.5},
     "serial": {"offload_fraction": 1.0, "streamed_fraction": 0.5, "overlap": False},
     "summed on the host": {"offload_fraction": 1.0, "streamed_fraction": 0.0, "gradients": "host"},
@@ -47,7 +45,7 @@ class Net(torch.nn.Module):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_two_hundred_further_steps_take_no_more_memory(mode: str) -> None:
+def test_further_steps_take_no_more_memory(mode: str) -> None:
     model = Net()
     backend = SimulatedBackend(order=Order(seed=3), threads=1)
     optimizer = hostward.AdamW(model, lr=1e-3, max_grad_norm=1.0, backend=backend, **MODES[mode])  # type: ignore[arg-type]

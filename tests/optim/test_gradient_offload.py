@@ -221,8 +221,9 @@ def raise_in_backward(model: Net, block: int) -> torch.utils.hooks.RemovableHand
     return model.blocks[block].down.weight.register_hook(lambda _: interrupt())
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("block", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("where", "block"), [("forward", 0), ("forward", 2), ("backward", 1), ("backward", 2)], ids=str
+)
 @every_order
 @every_mix
 def test_t42_h41_after_an_exception_zero_grad_makes_everything_whole(

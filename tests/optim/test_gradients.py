@@ -120,13 +120,16 @@ BAD = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 AT = {"first bucket": "embed.weight", "middle": NEVER, "last bucket": "head.weight", "scalar": "layers.0.scale"}
 
 
-@pytest.mark.parametrize("max_norm", [None, 0.5])
 @pytest.mark.parametrize("at", AT)
-@pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("fraction", PLACES)
-def test_t37_h49_h53_a_non_finite_gradient_skips_everything(
-    fraction: float, bad: str, at: str, max_norm: float | None
-) -> None:
+def test_t37_h49_h53_a_non_finite_gradient_skips_everything(fraction: float, at: str) -> None:
+    """Clipped and unclipped in turn, and each kind of number everywhere and at every fraction."""
+    turn = list(AT).index(at) + PLACES.index(fraction)
+    for i, bad in enumerate(BAD):
+        skipped(fraction, bad, at, (None, 0.5)[(turn + i) % 2])
+
+
+def skipped(fraction: float, bad: str, at: str, max_norm: float | None) -> None:
     model = Model(torch.bfloat16)
     optimizer = adamw(model, offload_fraction=fraction, max_grad_norm=max_norm)
     expected = NumpyOptimizer.over(model.named_parameters())

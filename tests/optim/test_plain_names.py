@@ -68,6 +68,10 @@ WRAPPINGS: dict[str, Callable[[Net], torch.nn.Module]] = {
     "distributed, compiled": distributed_compiled,
 }
 every_wrapping = pytest.mark.parametrize("wrapping", WRAPPINGS)
+trained_wrapping = pytest.mark.parametrize(
+    "wrapping", ["compiled", "checkpointed layers", "compiled data parallel", "distributed, compiled"]
+)
+"""The others are parts of these."""
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +116,7 @@ def test_state_has_the_names_of_the_plain_module(wrapping: str) -> None:
     assert optimizer.schedule.to_text() == plain.schedule.to_text()
 
 
-@every_wrapping
+@trained_wrapping
 def test_state_goes_over_from_wrapped_to_plain_and_back(wrapping: str) -> None:
     """Training goes on bit for bit, as if it had never changed."""
     model, optimizer = make("mixed")
@@ -132,7 +136,7 @@ def test_state_goes_over_from_wrapped_to_plain_and_back(wrapping: str) -> None:
         assert_equal(dict(zip(expected, found.values(), strict=True)), expected)
 
 
-@every_wrapping
+@trained_wrapping
 def test_each_layer_of_a_wrapped_module_waits_for_its_weights(wrapping: str) -> None:
     results = []
     for order, mix in ((None, "device"), (LATEST, "mixed")):
@@ -251,7 +255,7 @@ def parts(model: torch.nn.Module, optimizer: hostward.AdamW | None = None) -> di
     return tensors | {f"optimizer/{n}/{role}": t for n, entry in entries.items() for role, t in entry.items()}
 
 
-@every_wrapping
+@trained_wrapping
 def test_checkpoints_go_over_from_wrapped_to_plain_and_back(wrapping: str, tmp_path: Path) -> None:
     for first_wrapped in (True, False):
         torch.compiler.reset()

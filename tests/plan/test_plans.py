@@ -88,9 +88,9 @@ def slow_host(several: bool) -> Frontier:
     return Frontier(SEVERAL if several else SMALL, replace(H200, host_parameters_per_s=2e8), required)
 
 
-@pytest.mark.parametrize("slow", [False, True])
-@pytest.mark.parametrize("several", [False, True])
-@pytest.mark.parametrize("share", [0.4, 0.5, 0.7])
+@pytest.mark.parametrize(
+    ("share", "several", "slow"), [(0.4, False, True), (0.5, True, False), (0.7, False, False), (0.7, True, True)]
+)
 def test_what_the_device_has_no_memory_for_changes_no_plan(several: bool, share: float, slow: bool) -> None:
     """Seen red: the list of fractions cut off one too early, and `widen` without effect."""
     of = slow_host(several) if slow else frontier(several)
@@ -212,7 +212,7 @@ def test_eighty_layers_take_less_than_a_second(most_bytes: int | None) -> None:
 def test_no_predicted_step_is_shorter_than_what_was_known_before(
     model: str, machine: str, gpus: int, host_gib: int
 ) -> None:
-    candidates = answered(model, machine, gpus, host_gib).frontier.candidates[::2]
+    candidates = answered(model, machine, gpus, host_gib).frontier.candidates[::5]
     found = [(least_s(c.costs, c.choice), predict_of(c.costs, c.choice, c.needs).step_s) for c in candidates]
     assert all(least <= step_s for least, step_s in found)
     # How near it comes depends on which candidates are taken; without a bound none would.

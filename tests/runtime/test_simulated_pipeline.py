@@ -17,7 +17,7 @@ from hostward.schedule.ops import Lane
 USED = (Lane.COMPUTE, Lane.D2H, Lane.H2D, Lane.HOST)
 """Lanes of the pipeline: whether another one is late makes no difference to it."""
 LATE_SUBSETS = [frozenset(s) for s in chain.from_iterable(combinations(USED, n) for n in range(len(USED) + 1))]
-SEEDS = 300
+SEEDS = 100
 
 
 def intact() -> Pipeline:
@@ -49,7 +49,7 @@ def test_all_sixteen_sets_of_late_lanes_give_the_serial_numbers(late: frozenset[
     assert right(new_pipeline(Order(seed=1, late=late)).run())
 
 
-def test_several_hundred_random_orders_give_the_serial_numbers() -> None:
+def test_random_orders_give_the_serial_numbers() -> None:
     assert [seed for seed in range(SEEDS) if not right(new_pipeline(Order(seed)).run())] == []
 
 
@@ -90,6 +90,6 @@ def test_reports_name_both_operations_the_memory_and_the_cure() -> None:
 
 @pytest.mark.parametrize("n", range(WAITS))
 def test_a_wait_that_is_missed_gives_wrong_numbers_in_some_order(n: int) -> None:
-    orders = (Order(seed, late) for seed in (None, 0) for late in LATE_SUBSETS)
+    orders = (*(Order(None, late) for late in LATE_SUBSETS), Order(0))
     always_right = all(right(new_pipeline(order, dropped=n, checked=False).run()) for order in orders)
     assert always_right == (refusal(n) is None)

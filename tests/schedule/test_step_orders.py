@@ -27,7 +27,7 @@ from hostward.schedule import optimizer as lowering
 from hostward.schedule.ops import Lane, Schedule
 from hostward.schedule.race_check import races, repeated
 
-SEEDS = 320
+SEEDS = 160
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -52,7 +52,7 @@ def simulated(order: Order) -> SimulatedBackend:
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, 40))
-def test_three_hundred_orders_give_the_bits_of_no_offloading(first: int) -> None:
+def test_random_orders_give_the_bits_of_no_offloading(first: int) -> None:
     """Each seed with another mix of placements, dtype, number of microbatches, and way of taking gradients."""
     for seed in range(first, first + 40):
         draw = Random(seed)
@@ -69,14 +69,14 @@ def test_three_hundred_orders_give_the_bits_of_no_offloading(first: int) -> None
         assert differing(found, base(dtype, microbatches)) == [], (seed, name, dtype, microbatches, late, options)
 
 
-@pytest.mark.parametrize("context", [True, False], ids=["context", "step"])
 @pytest.mark.parametrize(
     "late", [frozenset(), *(frozenset({lane}) for lane in Lane)], ids=lambda s: "+".join(s) or "none"
 )
-@pytest.mark.parametrize("gradients", ["device", "host"])
 @pytest.mark.parametrize("mix", MIXES)
-def test_h9_each_lane_as_late_as_can_be(mix: str, gradients: str, late: frozenset[Lane], context: bool) -> None:
-    options = {"context": context, "norms": False, "gradients": gradients}
+def test_h9_each_lane_as_late_as_can_be(mix: str, late: frozenset[Lane]) -> None:
+    """The four ways of taking gradients in turn, so that each meets every lane and every mix."""
+    turn = list(MIXES).index(mix) + (list(Lane).index(*late) if late else len(Lane))
+    options = {"context": turn % 2 == 0, "norms": False, "gradients": ("device", "host")[turn // 2 % 2]}
     found = train(MIXES[mix], simulated(Order(late=late)), microbatches=4, **options)  # type: ignore[arg-type]
     assert differing(found, base(torch.bfloat16, 4)) == []
 

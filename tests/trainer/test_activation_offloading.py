@@ -23,12 +23,12 @@ RECOMPUTING = ["model.recompute_granularity=full", "model.recompute_method=unifo
 SELECTIVE = ["model.recompute_granularity=selective"]
 WAYS = {
     "offloaded": OFFLOADING,
-    "one layer, two buffers": [
+    "one layer, two buffers, retained": [
         "model.cpu_offloading=True",
         "model.cpu_offloading_num_layers=1",
         "model.cpu_offloading_double_buffering=True",
+        "model.cpu_offloading_retain_pinned_cpu_buffers=True",
     ],
-    "retained": [*OFFLOADING, "model.cpu_offloading_retain_pinned_cpu_buffers=True"],
     "recomputed": RECOMPUTING,
     "inputs of recomputed layers": [*OFFLOADING, *RECOMPUTING],
     "some recomputed, some not": [
@@ -101,7 +101,8 @@ def test_t28_ways_train_the_same_bits_in_bf16(train: Cli, tmp_path: Path) -> Non
 
 
 def test_t28_every_way_trains_the_same_bits(train: Cli, tmp_path: Path) -> None:
-    seen = told_by_ways(train, tmp_path, WAYS, "model.params_dtype=fp32")
+    ways = [way for way in WAYS if way not in IN_BF16 or way == "weights and activations"]
+    seen = told_by_ways(train, tmp_path, ways, "model.params_dtype=fp32")
     assert seen["recomputed"] is None
     alone = seen["norms and experts recomputed"]
     assert (alone["offloaded_bytes"], alone["recomputed_modules"]) == (0, 4 * 5)
@@ -109,7 +110,7 @@ def test_t28_every_way_trains_the_same_bits(train: Cli, tmp_path: Path) -> None:
         assert seen[name]["weights"]["offloaded_bytes"] > 0
         assert seen[name]["weights"]["here_bytes"] < seen[name]["weights"]["offloaded_bytes"]
     assert seen["weights alone"]["offloaded_bytes"] == 0
-    for name in WAYS.keys() - {"recomputed", "norms and experts recomputed", "weights alone"}:
+    for name in seen.keys() - {"recomputed", "norms and experts recomputed", "weights alone"}:
         assert seen[name]["offloaded_bytes"] == seen[name]["reloaded_bytes"] > 0, name
         assert seen[name]["on_demand_bytes"] == 0, name
     inputs = seen["inputs of recomputed layers"]["offloaded_bytes"]

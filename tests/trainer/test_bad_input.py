@@ -5,19 +5,22 @@ from __future__ import annotations
 import errno
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from cli_runs import SMALL, offloaded, read_json, run_process, start_process
+from cli_runs import ROOT, SMALL, offloaded, read_json, run_process, start_process
 from hypothesis import HealthCheck, given, settings, strategies as st
 from run_fixtures import Cli
 
 from hostward.trainer import memory_check
 
 FRACTION = "optimizer.optimizer_offload_fraction"
+HUGE = "model.moe_ffn_hidden_size=76800"
+"""A hundred times the parameters of a recipe of experts, in as many modules."""
 
 
 @pytest.mark.parametrize(
@@ -174,7 +177,7 @@ def test_t01_a_model_that_cannot_fit_is_refused(refused: Cli) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_recipe_for_gpus_says_that_none_was_found(cli: Cli) -> None:
     """Seen red: bytes, and nothing of a GPU."""
-    outcome = cli("train", "--recipe", "qwen3_30b_a3b_pretrain_config", "model.num_layers=4800")
+    outcome = cli("train", "--recipe", "qwen3_30b_a3b_pretrain_config", HUGE)
     assert outcome.code == 2
     assert re.search(r"why: [\d,]+ parameters: weights [\d,]+ GiB, gradients [\d,]+ GiB, ", outcome.err)
     assert "fix: no GPU was found: hostward doctor reports why, and hostward plan with the same options" in outcome.err
@@ -182,16 +185,17 @@ def test_a_recipe_for_gpus_says_that_none_was_found(cli: Cli) -> None:
 
 @pytest.mark.parametrize(("flags", "slow"), [({"fpu", "avx2"}, True), ({"fpu", "avx512f"}, False), ({"asimd"}, False)])
 def test_a_16_bit_model_on_a_cpu_that_is_slow_with_it_is_told_of_before_it_trains(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, flags: set[str], slow: bool
+    cli: Cli, text: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, flags: set[str], slow: bool
 ) -> None:
     """A new user waited ten minutes for the first iterations. Seen red: not told; no dtype in what to shrink."""
     monkeypatch.setattr(memory_check, "processor_flags", lambda: frozenset(flags))
-    assert cli("train", "train.device=cpu", "train.train_iters=1", "model.params_dtype=bf16").code == 0
+    small = ("train", *SMALL, f"dataset.path={text}", "train.train_iters=1")
+    assert cli(*small, "model.params_dtype=bf16").code == 0
     assert ("model.params_dtype=bf16 is slow on this CPU" in caplog.text) is slow
-    refused = cli("train", "--recipe", "qwen3_30b_a3b_pretrain_config", "train.device=cpu", "model.num_layers=4800")
+    refused = cli("train", "--recipe", "qwen3_30b_a3b_pretrain_config", "train.device=cpu", HUGE)
     assert ("model.num_layers=2 model.params_dtype=fp32" in refused.err) is slow
     caplog.clear()
-    assert cli("train", "train.device=cpu", "train.train_iters=1").code == 0
+    assert cli(*small, "model.params_dtype=fp32").code == 0
     assert "slow on this CPU" not in caplog.text
 
 
@@ -323,27 +327,33 @@ def test_any_text_is_a_fraction_in_range_or_is_refused(refused: Cli, value: str)
 # -------------------------------------------------------------------- launchers
 
 
-def test_torchrun_with_one_process_trains(tmp_path: Path, text: Path) -> None:
+def test_the_script_trains_with_what_torchrun_sets_for_one_process(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     report = tmp_path / "report.json"
-    script = ["scripts/training/run_recipe.py", "--recipe", "qwen3_moe_tiny_pretrain_config"]
     words = [*SMALL, f"dataset.path={text}", "train.train_iters=2", *offloaded(0.5), "--json", str(report)]
-    done = run_process(["-m", "torch.distributed.run", "--nproc-per-node", "1", *script, *words])
-    assert done.returncode == 0, done.stderr
+    script = ROOT / "scripts" / "training" / "run_recipe.py"
+    monkeypatch.setattr(sys, "argv", [str(script), "--recipe", "qwen3_moe_tiny_pretrain_config", *words])
+    told = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 29501}
+    for name, value in {"MASTER_ADDR": "127.0.0.1", **told}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(script), run_name="__main__")
+    assert ended.value.code == 0
     assert len(read_json(report)["losses"]) == 2
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("word", "said"),
     [
-        (["checkpoint.save_dir=run"], "error: there is no option 'checkpoint.save_dir'"),
-        (["train.train_iters=0"], "train.train_iters must be at least 1"),
-        (["--no-such-flag"], "No such option"),
+        ("train.train_iters=0", "train.train_iters must be at least 1"),
+        ("--no-such-flag", "No such option"),
     ],
 )
-def test_torchrun_tells_a_bad_command_line_once(words: list[str], said: str) -> None:
+def test_torchrun_tells_a_bad_command_line_once(word: str, said: str) -> None:
     """And torchrun once more, at its end. Seen red: once for each process; there, how to enable a traceback."""
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "hostward", "train", "train.device=cpu"]
-    done = run_process([*command, *words])
+    done = run_process([*command, word])
     assert done.returncode != 0
     told, _, repeated = done.stderr.partition("ChildFailedError")
     assert (told.count(said), repeated.count(said)) == (1, 1), done.stderr

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_runs import SMALL, different, offloaded, read_json, run_process, saved
+from cli_runs import SMALL, different, offloaded, saved
 from run_fixtures import Cli
 
 from hostward import recipes
@@ -122,18 +122,17 @@ def test_the_loss_of_real_text_falls(cli: Cli) -> None:
     assert outcome.report["losses"][-1] < 0.8 * outcome.report["losses"][0]
 
 
-def test_s10_command_through_the_runner(tmp_path: Path) -> None:
-    """The words of Megatron Bridge's documentation as they stand; only sizes are overridden after them."""
-    report = tmp_path / "report.json"
-    done = run_process(["scripts/training/run_recipe.py", *S10_WORDS.split(), *SHRUNK, "--json", str(report)])
-    assert done.returncode == 0, done.stderr
-    content = read_json(report)
+def test_s10_the_words_of_another_documentation_train(cli: Cli, caplog: pytest.LogCaptureFixture) -> None:
+    """Those of Megatron Bridge's as they stand; only sizes are overridden after them."""
+    caplog.set_level(logging.INFO, "hostward")
+    outcome = cli("train", *S10_WORDS.split(), *SHRUNK, json=True)
+    assert outcome.code == 0, outcome.err
+    content = outcome.report
     assert len(content["losses"]) == 20
     assert content["losses"][-1] < content["losses"][0]
     assert content["asked_fraction"] == 0.5
     assert 0.25 < content["placed_fraction"] < 0.75
-    assert "asked 0.5000" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert "asked 0.5000" in caplog.text
 
 
 def test_the_switch_with_fraction_zero_runs_and_says_that_nothing_is_offloaded(

@@ -61,7 +61,7 @@ def details_of(outcome: Outcome) -> dict[str, str]:
     return {claim["name"]: claim["detail"] for claim in outcome.report["comparisons"][0]["claims"]}
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_s14_every_claim_holds_at_the_default_cases(verify: Cli, dtype: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "hostward")
     outcome = verify(f"model.params_dtype={dtype}", "model.experts_implementation=eager")
@@ -358,8 +358,7 @@ def test_one_flipped_bit_of_the_second_moment_in_the_last_step_fails_its_claim_a
     assert broken_claims(outcome) == {"final exp_avg_sq equal"}
 
 
-@pytest.mark.parametrize("schedule", ["hidden", "serial"])
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("schedule", "count"), [("hidden", 1), ("serial", 2)])
 def test_one_flipped_bit_of_a_streamed_bucket_fails(
     verify: Cli, monkeypatch: pytest.MonkeyPatch, schedule: str, count: int
 ) -> None:
