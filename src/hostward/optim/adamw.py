@@ -146,13 +146,13 @@ class Accumulation:
             )
         self._grad_hooks.drop_cleared()
         self._grad_hooks.armed, self._grad_hooks.inside = self._last, True
-        self._grad_hooks.reduced_later = False
 
     @_disable_dynamo
     @unfenced
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         grad_hooks = self._grad_hooks
-        grad_hooks.armed = grad_hooks.inside = False
+        # Only here: forward may have run before the block, which then holds backward alone.
+        grad_hooks.armed = grad_hooks.inside = grad_hooks.reduced_later = False
         if kind is not None:
             if self._last or grad_hooks.summed & grad_hooks.taken:
                 self._abandon()
