@@ -545,7 +545,10 @@ class AdamW(torch.optim.Optimizer):
             else:
                 self._grad_hooks.hand_over_all(waiting, gradients)
             stepped = list(gradients) if stays else list(self._grad_hooks.taken)
-            self._executor.step(self.param_groups, self._grad_hooks.clipping(self.max_grad_norm, *self._scaling()))
+            clipping = self._grad_hooks.clipping(self.max_grad_norm, *self._scaling())
+            self._executor.step(self.param_groups, clipping)
+            if clipping.overflow_out is not None:
+                self.step_scalars()  # the scaler reads its flag next, without asking for it
             if self._sharded is not None and self._empty_parts is not None:
                 self._empty_parts.step(stepped, self._memory.device_scalars.skip)
             torch.autograd.graph.increment_version([self._by_name[name].parameter for name in stepped])
