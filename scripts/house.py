@@ -37,7 +37,7 @@ FLOORS = (
     ("attachment", "profiler", "checkpoint", "convert"),
     ("recipes", "machine", "report"),
     ("trainer", "doctor"),
-    ("cli",),
+    ("cli", "integrations"),
     ("__main__",),
 )
 LEVELS = {name: level for level, row in enumerate(FLOORS) for name in row}
