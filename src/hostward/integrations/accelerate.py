@@ -264,7 +264,9 @@ class OffloadedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             # torch has no fp32 main weight of a 16-bit weight: it went on from the weight itself.
             masters = {n: p.detach().float().cpu() for n, p in named.items() if p.dtype is not torch.float32}
             shapes = {n: tuple(p.shape) for n, p in named.items()}
-            state_dict = from_torch_adamw(state_dict, list(named), masters, shapes)
+            settings = [_settings(group) for group in state_dict["param_groups"]]
+            given = {"state": state_dict["state"], "param_groups": settings}
+            state_dict = from_torch_adamw(given, list(named), masters, shapes)
         optimizer.load_state_dict(state_dict)
 
     def __repr__(self) -> str:

@@ -53,8 +53,9 @@ class OffloadingTrainer(_Base):  # type: ignore[misc]
         made = super().create_optimizer(*args, **options)
         if not isinstance(made, OffloadedOptimizer):
             if type(made) is not torch.optim.AdamW:
+                asked = str(getattr(self.args.optim, "value", self.args.optim))
                 raise ConfigError(
-                    f"optim={self.args.optim!r} makes {type(made).__name__}, which is not offloaded",
+                    f"optim={asked!r} makes {type(made).__name__}, which is not offloaded",
                     why="hostward.AdamW is made in place of it, and would train differently",
                     fix='TrainingArguments(optim="adamw_torch"), and no other optimizer in optimizers=',
                 )
