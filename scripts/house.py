@@ -36,8 +36,8 @@ FLOORS = (
     ("activations",),
     ("attachment", "profiler", "checkpoint", "convert"),
     ("recipes", "machine", "report"),
-    ("trainer", "doctor", "integrations"),
-    ("cli",),
+    ("trainer", "doctor"),
+    ("cli", "integrations"),
     ("__main__",),
 )
 LEVELS = {name: level for level, row in enumerate(FLOORS) for name in row}

@@ -16,9 +16,16 @@ from hostward.runtime.simulated.backend import SimulatedBackend
 
 
 def trained(
-    mix: str, *, context: bool, static: bool = False, no_sync: bool = False, wrapped_first: bool = False, **options: Any
+    mix: str,
+    *,
+    context: bool,
+    static: bool = False,
+    no_sync: bool = False,
+    wrapped_first: bool = False,
+    forward_outside: bool = False,
+    **options: Any,
 ) -> dict[str, str]:
-    """Bits of weights and state after three steps of two microbatches."""
+    """Bits of weights and state after three steps of two microbatches. `forward_outside`: of the context."""
     model = Net()
     wrapped = DistributedDataParallel(model, static_graph=static) if wrapped_first else None
     settings = {"max_grad_norm": 0.5, **MIXES[mix], **options}
@@ -29,11 +36,15 @@ def trained(
         for i in range(2):
             generator = torch.Generator().manual_seed(10 * step + 4 * i + dist.get_rank())
             tokens = torch.randint(0, 50, (4,), generator=generator)
-            with (
-                ddp.no_sync() if no_sync and i == 0 else nullcontext(),
-                optimizer.accumulate(last=i == 1) if context else nullcontext(),
-            ):
-                ddp(tokens).square().mean().backward()
+            inside = optimizer.accumulate(last=i == 1) if context else nullcontext()
+            with ddp.no_sync() if no_sync and i == 0 else nullcontext():
+                if forward_outside:
+                    loss = ddp(tokens).square().mean()
+                    with inside:
+                        loss.backward()
+                else:
+                    with inside:
+                        ddp(tokens).square().mean().backward()
         optimizer.step()
     return snapshot(model, optimizer)
 

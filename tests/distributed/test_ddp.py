@@ -1,6 +1,7 @@
 """DistributedDataParallel reduces gradients in `.grad` when backward is over: they are taken then, with the same bits.
 
-Seen red: gradients taken in backward, as without it (a ModelError from inside of backward, which did not name it).
+Seen red: gradients taken in backward, as without it (a ModelError from inside of backward, which did not name it);
+the block around backward alone forgets that the forward ran in DDP.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ WAYS = {
     "static graph": {"static": True},
     "no_sync": {"no_sync": True},
     "wrapped first": {"wrapped_first": True},
+    "around backward": {"forward_outside": True, "no_sync": True},
 }
 
 

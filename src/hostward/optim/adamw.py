@@ -148,13 +148,13 @@ class Accumulation:
             )
         self._grad_hooks.drop_cleared()
         self._grad_hooks.armed, self._grad_hooks.inside = self._last, True
-        self._grad_hooks.reduced_later = False
 
     @_disable_dynamo
     @unfenced
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         grad_hooks = self._grad_hooks
-        grad_hooks.armed = grad_hooks.inside = False
+        # Only here: forward may have run before the block, which then holds backward alone.
+        grad_hooks.armed = grad_hooks.inside = grad_hooks.reduced_later = False
         if kind is not None:
             if self._last or grad_hooks.summed & grad_hooks.taken:
                 self._abandon()
@@ -549,7 +549,10 @@ class AdamW(torch.optim.Optimizer):
             elif gradients:
                 self._grad_hooks.hand_over_all(waiting, gradients)
             stepped = list(gradients) if stays else list(self._grad_hooks.taken)
-            self._executor.step(self.param_groups, self._grad_hooks.clipping(self.max_grad_norm, *self._scaling()))
+            clipping = self._grad_hooks.clipping(self.max_grad_norm, *self._scaling())
+            self._executor.step(self.param_groups, clipping)
+            if clipping.overflow_out is not None:
+                self.step_scalars()  # the scaler reads its flag next, without asking for it
             if self._sharded is not None and self._empty_parts is not None:
                 self._empty_parts.step(stepped, self._memory.device_scalars.skip)
             torch.autograd.graph.increment_version([self._by_name[name].parameter for name in stepped])

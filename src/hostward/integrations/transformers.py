@@ -1,0 +1,105 @@
+"""Offload in `transformers.Trainer` and in every trainer that is built on it, such as those of TRL.
+
+    trainer = offloading(Trainer, offload_fraction=1.0)(model=model, args=args, train_dataset=data)  # the one line
+    trainer.train()
+
+`TrainingArguments` keep their meaning: optimizer, groups, schedule and clipping are made of them as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from transformers import Trainer
+
+from hostward.errors import ConfigError
+from hostward.integrations.accelerate import OffloadedOptimizer, offload, require_supported
+
+T = TypeVar("T", bound=Trainer)
+_Base: Any = Trainer if TYPE_CHECKING else object
+
+
+class OffloadingTrainer(_Base):  # type: ignore[misc]
+    """Comes before a trainer among the bases of a class: `class Mine(OffloadingTrainer, SFTTrainer)`.
+
+    Methods of that trainer may be overridden as before. `trainer.optimizer.optimizer` is the `hostward.AdamW` while it
+    trains and afterwards.
+    """
+
+    offload_options: Mapping[str, Any] = {"offload_fraction": 1.0}
+    """Options of `hostward.AdamW` and `hostward.attach`, as for `offloading`."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator. Raises ConfigError for DeepSpeed, FSDP1 and DataParallel."""
+        super().create_accelerator_and_postprocess()
+        require_supported(self.accelerator)
+        if self.args.n_gpu > 1:
+            raise ConfigError(
+                f"one process with {self.args.n_gpu} GPUs is not supported",
+                why="Trainer would copy the model to each of them in every step (DataParallel)",
+                fix=f"torchrun --nproc-per-node {self.args.n_gpu}, or CUDA_VISIBLE_DEVICES=0",
+            )
+        if "max_grad_norm" in self.offload_options:
+            raise ConfigError("max_grad_norm as an option of offloading", fix="TrainingArguments(max_grad_norm=...)")
+
+    def create_optimizer(self, *args: Any, **options: Any) -> torch.optim.Optimizer:
+        """Make the trainer's own AdamW, and have it offloaded.
+
+        Raises:
+            ConfigError: `args.optim` makes another optimizer than torch.optim.AdamW, or `offload` refuses an option.
+        """
+        made = super().create_optimizer(*args, **options)
+        if not isinstance(made, OffloadedOptimizer):
+            if type(made) is not torch.optim.AdamW:
+                asked = str(getattr(self.args.optim, "value", self.args.optim))
+                raise ConfigError(
+                    f"optim={asked!r} makes {type(made).__name__}, which is not offloaded",
+                    why="hostward.AdamW is made in place of it, and would train differently",
+                    fix='TrainingArguments(optim="adamw_torch"), and no other optimizer in optimizers=',
+                )
+            self.optimizer = offload(self.accelerator, made, self.model, **self.offload_options)
+        return self.optimizer
+
+    def train(self, *args: Any, **options: Any) -> Any:
+        """Train; activations and weights are offloaded until it returns or raises."""
+        try:
+            return super().train(*args, **options)
+        finally:
+            if isinstance(self.optimizer, OffloadedOptimizer):
+                self.optimizer.detach()
+
+
+def offloading(trainer: type[T], **options: Any) -> type[T]:
+    """Return a subclass of a trainer class that offloads; its instances are made and used as before.
+
+    Args:
+        trainer: `transformers.Trainer`, or any subclass of it.
+        options: of `hostward.AdamW` (offload_fraction, streamed_fraction, gradients, ...), of `hostward.attach`
+            (activations, weights, recompute, layers), and plan for both. What `TrainingArguments` say is none of them.
+
+    Returns:
+        The class; the same one for the same trainer and equal options.
+
+    Raises:
+        ConfigError: `trainer` is no subclass of Trainer. When the trainer is made: DeepSpeed, FSDP1 and DataParallel.
+            When it begins to train: an optimizer that is not AdamW, and what `offload` and `hostward.AdamW` raise.
+    """
+    given: object = trainer
+    if not (isinstance(given, type) and issubclass(given, Trainer)):
+        raise ConfigError(
+            f"offloading() of {given!r}, which is no class of trainers",
+            fix="offloading(Trainer, offload_fraction=1.0)(model=model, args=args, ...)",
+        )
+    found = next((c for c in _MADE.get(trainer, ()) if c.offload_options == options), None)
+    if found is None:
+        bases = (trainer,) if issubclass(trainer, OffloadingTrainer) else (OffloadingTrainer, trainer)
+        body = {"__module__": trainer.__module__, "__doc__": trainer.__doc__, "offload_options": options}
+        found = type(f"Offloading{trainer.__name__}", bases, body)
+        _MADE.setdefault(trainer, []).append(found)
+    return found
+
+
+_MADE: dict[type, list[Any]] = {}
+"""Classes that were made, by trainer."""

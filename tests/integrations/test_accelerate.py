@@ -1,0 +1,256 @@
+"""A loop of accelerate trains as with torch's own AdamW, and to the same bits at every fraction.
+
+Seen red: backward left as it was; every microbatch taken for the last; no limit set for the step; a skipped step that is
+not told; a flag of the scaler that is written after the step; torch's state taken for hostward's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from optimizer_cases import assert_equal, backend, mlp, mlp_loss
+
+import hostward
+from hostward.errors import ConfigError, HostwardError, ModelError, UnknownNameError
+from hostward.runtime.backend import Lane
+
+accelerate = pytest.importorskip("accelerate")
+
+from hostward.integrations.accelerate import StepNorm, offload  # noqa: E402
+from hostward.integrations.deepspeed import from_deepspeed  # noqa: E402
+
+LATE = set(Lane) - {Lane.COMPUTE}
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+
+
+def forget_accelerators() -> None:
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+
+
+@pytest.fixture
+def accelerator_of() -> Iterator[Callable[..., Any]]:
+    def make(**options: Any) -> Any:
+        forget_accelerators()
+        return accelerate.Accelerator(cpu=True, **options)
+
+    yield make
+    forget_accelerators()
+
+
+class Loop:
+    """Five batches in windows of two, so that the last window of an epoch is short; `where`: options of `offload`."""
+
+    def __init__(self, accelerator: Any, **where: Any) -> None:
+        self.accelerator, self.plain = accelerator, mlp()
+        decays = [p for p in self.plain.parameters() if p.ndim > 1]
+        others = [p for p in self.plain.parameters() if p.ndim == 1]
+        groups = [{"params": decays, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        optimizer: Any = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
+        if where:
+            optimizer = offload(accelerator, optimizer, self.plain, backend=backend(late=LATE), **where)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        loader = torch.utils.data.DataLoader(torch.arange(5), batch_size=1)
+        self.model, self.optimizer, self.loader, self.scheduler = accelerator.prepare(
+            self.plain, optimizer, loader, scheduler
+        )
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+
+    def epoch(self) -> None:
+        for batch in self.loader:
+            with self.accelerator.accumulate(self.model):
+                loss = mlp_loss(self.model, int(batch))
+                self.accelerator.backward(loss)
+                if self.accelerator.sync_gradients:
+                    norm = self.accelerator.clip_grad_norm_(self.model.parameters(), 0.1)
+                    if isinstance(norm, StepNorm):
+                        with pytest.raises(ModelError, match=r"read before optimizer\.step"):
+                            norm.item()
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+            self.losses.append(loss.item())
+            if self.accelerator.sync_gradients:
+                self.norms.append(norm.item())
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: p.detach().clone() for name, p in self.plain.named_parameters()}
+
+
+def test_a_loop_trains_as_with_torch_and_to_the_same_bits(accelerator_of: Callable[..., Any], tmp_path: Path) -> None:
+    loops = []
+    for fraction in (None, 0.0, 0.5, 1.0):
+        where = {} if fraction is None else {"offload_fraction": fraction}
+        loop = Loop(accelerator_of(gradient_accumulation_steps=2), **where)
+        loop.epoch()
+        loop.accelerator.save_state(str(tmp_path / str(fraction)))
+        loop.epoch()
+        loops.append(loop)
+    theirs, *ours = loops
+    assert [len(loop.norms) for loop in loops] == [6] * 4
+    assert isinstance(ours[2].optimizer.optimizer, hostward.AdamW)
+    assert ours[2].optimizer.optimizer.plan.placed_fraction == 1
+    for loop in ours:
+        torch.testing.assert_close(loop.losses, theirs.losses, rtol=1e-5, atol=0)
+        torch.testing.assert_close(loop.norms, theirs.norms, rtol=1e-5, atol=0)
+        torch.testing.assert_close(loop.weights(), theirs.weights())
+        assert loop.scheduler.get_last_lr() == theirs.scheduler.get_last_lr() == [1e-2 / 7] * 2
+        assert (loop.losses, loop.norms) == (ours[0].losses, ours[0].norms)
+        assert_equal(loop.weights(), ours[0].weights())
+
+    again = Loop(accelerator_of(gradient_accumulation_steps=2), offload_fraction=0.5)
+    again.accelerator.load_state(str(tmp_path / "1.0"))
+    again.epoch()
+    assert_equal(again.weights(), ours[0].weights())
+    of_torch = Loop(accelerator_of(gradient_accumulation_steps=2), offload_fraction=1.0)
+    of_torch.accelerator.load_state(str(tmp_path / "None"))
+    of_torch.epoch()
+    torch.testing.assert_close(of_torch.weights(), theirs.weights())
+
+
+def test_gradients_leave_in_the_last_backward_of_a_window(accelerator_of: Callable[..., Any]) -> None:
+    loop = Loop(accelerator_of(gradient_accumulation_steps=2), offload_fraction=1.0)
+    kinds = []
+    for step in range(2):
+        with loop.accelerator.accumulate(loop.model):
+            loop.accelerator.backward(mlp_loss(loop.model, step))
+            kinds.append({type(p.grad).__name__ for p in loop.plain.parameters()})
+    assert kinds == [{"Tensor"}, {"OffloadedGrad"}]
+
+
+def test_a_scaler_skips_step_and_schedule_as_with_torch(accelerator_of: Callable[..., Any]) -> None:
+    """The first step overflows, where a scaler begins with a scale that is too large."""
+    found = []
+    for where in ({}, {"offload_fraction": 1.0}):
+        accelerator = accelerator_of()
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"
+        loop = Loop(accelerator, **where)
+        skipped, rates = [], []
+        for step, factor in enumerate((float("inf"), 1.0, 1.0)):
+            accelerator.backward(mlp_loss(loop.model, step) * factor)
+            norm = accelerator.clip_grad_norm_(loop.plain.parameters(), 0.1)
+            loop.optimizer.step()
+            loop.scheduler.step()
+            loop.optimizer.zero_grad()
+            skipped.append(accelerator.optimizer_step_was_skipped)
+            rates.append(loop.scheduler.get_last_lr()[0])
+            loop.norms.append(norm.item())
+        found.append((skipped, rates, accelerator.scaler.get_scale(), loop))
+    theirs, ours = found
+    assert ours[:3] == theirs[:3] == ([True, False, False], [1e-2, 1e-2 * (1 / 2), 1e-2 * (1 / 3)], 128.0)
+    torch.testing.assert_close(ours[3].norms[1:], theirs[3].norms[1:], rtol=1e-5, atol=0)
+    torch.testing.assert_close(ours[3].weights(), theirs[3].weights())
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def test_requests_that_cannot_be_met_are_refused(accelerator_of: Callable[..., Any]) -> None:
+    accelerator, model = accelerator_of(), mlp()
+    plain = torch.optim.AdamW(model.parameters())
+
+    def refused(kind: type[HostwardError], text: str, optimizer: Any = plain, **options: Any) -> None:
+        with pytest.raises(kind, match=text):
+            offload(accelerator, optimizer, model, **options)
+
+    refused(UnknownNameError, "did you mean offload_fraction", ofload_fraction=1.0)
+    refused(UnknownNameError, "the given optimizer has it", lr=1.0)
+    refused(ConfigError, r"torch\.optim\.sgd\.SGD", torch.optim.SGD(model.parameters()))
+    refused(ConfigError, "amsgrad=True", torch.optim.AdamW(model.parameters(), amsgrad=True))
+    stepped = torch.optim.AdamW(model.parameters())
+    mlp_loss(model, 0).backward()
+    stepped.step()
+    refused(ConfigError, "was stepped", stepped)
+    scheduled = torch.optim.AdamW(model.parameters())
+    torch.optim.lr_scheduler.ConstantLR(scheduled)
+    refused(ConfigError, "make the scheduler after", scheduled)
+    accelerator.state.distributed_type = accelerate.DistributedType.DEEPSPEED
+    refused(ConfigError, "from_deepspeed")
+    accelerator.state.distributed_type = accelerate.DistributedType.FSDP
+    accelerator.state.fsdp_plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=1)
+    refused(ConfigError, "fsdp_version=2")
+    accelerator.state.distributed_type = accelerate.DistributedType.NO
+
+
+def test_what_a_step_cannot_do_is_refused(accelerator_of: Callable[..., Any]) -> None:
+    accelerator = accelerator_of()
+    model = mlp()
+    early = offload(accelerator, torch.optim.AdamW(model.parameters()), model)
+    for use in (early.step, early.state_dict, lambda: accelerator.backward(mlp_loss(model, 0))):
+        with pytest.raises(ModelError, match=r"accelerator\.prepare"):
+            use()
+    loop = Loop(accelerator, offload_fraction=1.0)
+    with pytest.raises(ModelError, match="follows one optimizer"):
+        early.step()
+    parameters = list(loop.plain.parameters())
+    for told, ask in {
+        "norm_type=1": lambda: accelerator.clip_grad_norm_(parameters, 1.0, norm_type=1),
+        "max_norm=0": lambda: accelerator.clip_grad_norm_(parameters, 0),
+        "other parameters": lambda: accelerator.clip_grad_norm_(parameters[:-1], 1.0),
+        "clip_grad_value_": lambda: accelerator.clip_grad_value_(parameters, 1.0),
+    }.items():
+        with pytest.raises(ConfigError, match=told):
+            ask()
+
+
+# ---------------------------------------------------------------- DeepSpeed's dictionaries
+
+
+def test_a_configuration_of_deepspeed_is_translated() -> None:
+    auto = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
+    config = {
+        "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16},
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": auto},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {
+                "device": "cpu",
+                "pin_memory": True,
+                "ratio": 0.3,
+                "buffer_count": 4,
+                "fast_init": False,
+            },
+            "offload_param": {"device": "cpu", "pin_memory": True},
+            "overlap_comm": True,
+            "reduce_bucket_size": "auto",
+        },
+        "activation_checkpointing": {"cpu_checkpointing": True, "partition_activations": False},
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "train_batch_size": "auto",
+        "steps_per_print": 2000,
+    }
+    assert from_deepspeed(config) == {
+        "offload_fraction": 0.3,
+        "pin_gradients": True,
+        "pin_weights": True,
+        "weights": hostward.Weights(),
+        "streamed_fraction": 0.0,
+        "activations": hostward.Activations(),
+    }
+    assert from_deepspeed({"zero_optimization": {"stage": 2, "cpu_offload": True}}) == {"offload_fraction": 1.0}
+    assert from_deepspeed({"gradient_clipping": 1}) == {"offload_fraction": 0.0, "max_grad_norm": 1.0}
+
+
+def test_what_deepspeed_alone_can_do_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    path = tmp_path / "ds_config.json"
+    path.write_text(
+        """{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/n", "ratoi": 1}},
+        "train_batch_size": 8, "bf16": {"enabled": true}, "optimizer": {"type": "OneBitAdam"}, "autotuning": {}}"""
+    )
+    with pytest.raises(ConfigError) as refused:
+        from_deepspeed(path)
+    keys = ("stage", "offload_optimizer.device", "offload_optimizer.ratoi")
+    for name in (*(f"zero_optimization.{key}" for key in keys), "train_batch_size", "bf16", "optimizer", "autotuning"):
+        assert f"{name}: " in refused.value.why
+        assert f"{name}: " in refused.value.fix
+    assert refused.value.what.startswith("7 keys")
+    assert "reshard_after_forward=True" in refused.value.fix
