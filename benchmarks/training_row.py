@@ -391,7 +391,7 @@ def hostward_facts(run: Run, contender: Hostward) -> dict[str, Any]:
         "pinned_bytes": ledger.pinned_bytes,
         "backend": dict(optimizer.backend.describe()),
         "rates": rates_of(optimizer),
-        "staging_slots": optimizer._executor._slots.count,
+        "staging_buffers": optimizer._executor._slots.count,
         **({**enqueued(run, optimizer), "trace": traced(run, contender)} if run.job.traced else {}),
     }
 

@@ -1,7 +1,7 @@
 """A loop of accelerate trains as with torch's own AdamW, and to the same bits at every fraction.
 
-Seen red: backward left as it was; every microbatch taken for the last; no limit set for the step; a skipped step that is
-not told; a flag of the scaler that is written after the step; torch's state taken for hostward's.
+Seen red: backward left as it was; every microbatch taken for the last; no limit set for the step; a skipped step
+that is not told; a flag of the scaler that is written after the step; torch's state taken for hostward's.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hostward.optim.staging_slots import Pace
+from hostward.optim.staging_buffers import Pace
 from hostward.schedule.ops import Lane
 from hostward.schedule.staging import MIN_STAGING_BUFFERS
 

@@ -34,7 +34,7 @@ from hostward.core.inventory import state_bytes_per_element
 from hostward.core.placement import Placement
 from hostward.errors import ConfigError
 from hostward.optim import adamw as building, op_binding, step_executor as issuing
-from hostward.optim.staging_slots import StagingBuffers
+from hostward.optim.staging_buffers import StagingBuffers
 from hostward.runtime.backend import Tier
 from hostward.runtime.simulated.backend import Order, SimulatedBackend
 from hostward.schedule.ops import Lane

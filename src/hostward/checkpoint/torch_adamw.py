@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from hostward.errors import CheckpointError
+from hostward.optim.state_dict import STATE_FORMAT
 
-FORMAT = 1
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
 # How torch executes a step, with its defaults. Another value than the default is kept: it may change torch's bits.
@@ -54,10 +54,10 @@ def to_torch_adamw(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
         CheckpointError: the state dict is malformed or of another format, or a step count exceeds what fp32 holds.
     """
     state, groups = _parts(state_dict)
-    if state_dict.get("format") != FORMAT:
+    if state_dict.get("format") != STATE_FORMAT:
         raise CheckpointError(
             f"the optimizer state has format {state_dict.get('format')!r}",
-            why=f"this version of hostward reads format {FORMAT}",
+            why=f"this version of hostward reads format {STATE_FORMAT}",
             fix="pass optimizer.state_dict() of hostward.AdamW, or upgrade hostward",
         )
     torch_groups: list[dict[str, Any]] = []
@@ -118,7 +118,7 @@ def from_torch_adamw(
         if masters is not None and name in masters:
             new_state[name]["master"] = _check_master(name, masters[name], new_state[name]["exp_avg"].shape)
     return {
-        "format": FORMAT,
+        "format": STATE_FORMAT,
         "state": new_state,
         "param_groups": [_group_from_torch(index, group, names_by_id) for index, group in enumerate(groups)],
     }

@@ -17,7 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from hostward.errors import CheckpointError, ConfigError, ModelError
 from hostward.model.parameter_names import plain_name
-from hostward.optim.adamw import STATE_FORMAT, Accumulation, AdamW
+from hostward.optim.adamw import Accumulation, AdamW
+from hostward.optim.state_dict import STATE_FORMAT
 
 
 def build_optimizers(

@@ -53,16 +53,11 @@ from hostward.optim.param_groups import (
     check_group,
     check_keys,
     check_members,
-    check_same_names,
     check_variants,
     checked_backend,
     checked_norm,
-    checked_settings,
     checked_streamed,
     described,
-    plain,
-    require_known,
-    saved_parts,
     shown,
     sums_on_host,
 )
@@ -77,8 +72,20 @@ from hostward.optim.sharded import (
     require_one_scale,
     require_sharding,
 )
-from hostward.optim.staging_slots import CudaGauge, StagingBuffers
-from hostward.optim.state_dict import StateAccess, Unmoved, is_being_wrapped, require_not_flattened
+from hostward.optim.staging_buffers import CudaGauge, StagingBuffers
+from hostward.optim.state_dict import (
+    OWNER,
+    STATE_FORMAT,
+    StateAccess,
+    Unmoved,
+    check_same_names,
+    checked_settings,
+    is_being_wrapped,
+    plain,
+    require_known,
+    require_not_flattened,
+    saved_parts,
+)
 from hostward.optim.state_reader import Describer, Readers, StateSources
 from hostward.optim.step_executor import StepExecutor
 from hostward.optim.tied_weights import checked_tied
@@ -779,7 +786,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _checked(self, given: Mapping[str, Any]) -> tuple[Mapping[str, Mapping[str, Any]], list[dict[str, Any]]]:
         """Return the state by this optimizer's names, and what the groups set. Raises CheckpointError."""
-        state, groups = self._in_my_names(*saved_parts(given, STATE_FORMAT, OWNER))
+        state, groups = self._in_my_names(*saved_parts(given))
         names = [g["param_names"] for g in self.param_groups]
         check_same_names("parameter group", [g["params"] for g in groups], names)
         return state, [checked_settings(theirs, mine) for theirs, mine in zip(groups, self.param_groups, strict=True)]
@@ -963,11 +970,3 @@ OPTIONS = frozenset(inspect.signature(AdamW).parameters)
 def _holders(groups: Groups | None, t: ParamRecord) -> int:
     """Count the tensors that always use the memory of a parameter's part here: itself, and what FSDP2 has."""
     return groups.holders(t.parameter) if t.sharded and groups is not None else 1
-
-
-# Saving and loading of the optimizer's state, by parameter name and independent of placement.
-
-
-STATE_FORMAT = 1
-OWNER = "hostward.AdamW"
-"""Owner recorded in a state dict."""

@@ -16,7 +16,7 @@ from hostward.optim.bucket_lifecycle import BucketStep
 from hostward.optim.bucket_state import BucketState, rounded
 from hostward.optim.host_accumulation import HostGradAccumulator
 from hostward.optim.range_selection import Addition, Choice, PointWorks, Which, which
-from hostward.optim.staging_slots import StagingBuffers
+from hostward.optim.staging_buffers import StagingBuffers
 from hostward.optim.weight_views import ParamViews
 from hostward.runtime.backend import (
     ALL_ZERO,

@@ -12,12 +12,13 @@ import torch
 
 from hostward.config.schema import alike
 from hostward.core.placement import checked_fraction
-from hostward.errors import CheckpointError, ConfigError, ModelError, UnknownNameError
+from hostward.errors import ConfigError, ModelError, UnknownNameError
 from hostward.model.parameters import ParamRecord
 from hostward.optim.placement import AUTO, ShareOf
 from hostward.runtime.backend import DTYPES, Backend
 
-_NAMES = ("params", "param_names")
+NAMES = ("params", "param_names")
+"""Keys of a group that say whose it is."""
 _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
 _NOT_SUPPORTED: Mapping[str, str] = {
     "amsgrad": "no maximum of the second moment is kept",
@@ -35,7 +36,7 @@ def described(optimizer: Any) -> str:
     lines = [f"{type(optimizer).__name__} ("]
     for number, group in enumerate(optimizer.param_groups):
         numel = sum(parameter.numel() for parameter in group["params"])
-        settings = ", ".join(f"{key} {group[key]}" for key in sorted(group) if key not in _NAMES)
+        settings = ", ".join(f"{key} {group[key]}" for key in sorted(group) if key not in NAMES)
         lines.append(f"  group {number}: {len(group['params'])} tensors, {numel:,} parameters; {settings}")
     if optimizer.max_grad_norm:
         lines.append(f"  max_grad_norm {optimizer.max_grad_norm}")
@@ -90,7 +91,7 @@ def check_keys(group: Mapping[str, Any], options: Collection[str]) -> None:
     """
     known = (*_HYPERPARAMETERS, *_NOT_SUPPORTED, "decoupled_weight_decay")
     for key in group:
-        if key in _NAMES or key in known:
+        if key in NAMES or key in known:
             continue
         if key in options:
             raise ConfigError(
@@ -231,114 +232,6 @@ def is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def plain(key: str, value: object) -> object:
-    """Return a value of a group as a state dict may hold it. Raises ModelError."""
-    if isinstance(value, torch.Tensor):
-        return value.item()
-    if isinstance(value, tuple):
-        return [item.item() if isinstance(item, torch.Tensor) else item for item in value]
-    if value is None or isinstance(value, (bool, int, float, str, list)):
-        return value
-    raise ModelError(f"parameter group key {key!r} holds a {type(value).__name__}", fix="keep plain values in groups")
-
-
 def shown(names: Sequence[str]) -> str:
     """Return the first names as text for a log."""
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-
-
-def saved_parts(
-    state_dict: Mapping[str, Any], state_format: int, owner: str
-) -> tuple[Mapping[str, Mapping[str, Any]], list[Mapping[str, Any]]]:
-    """Return (state, groups) of a saved state. Raises CheckpointError for anything else."""
-    theirs = state_dict.get("optimizer", owner)
-    if theirs != owner:
-        raise CheckpointError(
-            f"a state of {theirs}, not of {owner}", fix="load what state_dict() of this kind of optimizer returned"
-        )
-    state, groups = state_dict.get("state"), state_dict.get("param_groups")
-    numbered = None if "format" in state_dict else _by_name(state, groups)
-    if numbered is not None:
-        return numbered
-    if state_dict.get("format") != state_format:
-        raise CheckpointError(
-            "not an optimizer state of hostward",
-            why=f"its format is {state_dict.get('format')!r}, expected {state_format}",
-            fix="convert a torch.optim.AdamW state with hostward.checkpoint.torch_adamw.from_torch_adamw",
-        )
-    if not _is_whole(state, groups):
-        raise CheckpointError(
-            "the optimizer state is incomplete",
-            why="it needs 'state' by parameter name and 'param_groups' with their 'params'",
-            fix="load what AdamW.state_dict() returned",
-        )
-    return state or {}, list(groups or ())
-
-
-def _by_name(state: Any, groups: Any) -> tuple[Mapping[str, Mapping[str, Any]], list[Mapping[str, Any]]] | None:
-    """Return (state, groups) by name from a state that torch.distributed.checkpoint has numbered.
-
-    None for anything else. `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` makes the keys of a state
-    of hostward numbers, maybe as texts, and leaves the format out. torch's own step counts are floats, those of
-    hostward int64.
-    """
-    if not isinstance(state, Mapping) or not isinstance(groups, (list, tuple)):
-        return None
-    names: dict[str, str] = {}
-    for group in groups:
-        numbers, given = map(group.get, _NAMES) if isinstance(group, Mapping) else (None, None)
-        if not isinstance(numbers, list) or not isinstance(given, list) or len(numbers) != len(given):
-            return None
-        if not all(isinstance(number, int) for number in numbers):
-            return None
-        names |= zip(map(str, numbers), given, strict=True)
-    steps = [entry.get("step") if isinstance(entry, Mapping) else None for entry in state.values()]
-    if not steps or not all(isinstance(step, torch.Tensor) and step.dtype is torch.int64 for step in steps):
-        return None
-    renamed = {names.get(str(number), str(number)): entry for number, entry in state.items()}
-    return renamed, [{**group, "params": list(group["param_names"])} for group in groups]
-
-
-def require_known(state: Mapping[str, object], known: Collection[str]) -> None:
-    """Raise CheckpointError for a saved state that holds more than the parameters of this optimizer."""
-    extra = [name for name in state if name not in known]
-    if extra:
-        raise CheckpointError(
-            f"the saved state holds {len(extra)} parameters that this optimizer does not have: {shown(extra)}",
-            why="it is of another model, or of an optimizer over more of it",
-            fix="make the optimizer over the same parameters, or take these entries out of the state",
-        )
-
-
-def _is_whole(state: object, groups: object) -> bool:
-    if not isinstance(state, Mapping) or not isinstance(groups, (list, tuple)):
-        return False
-    if not all(isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple)) for group in groups):
-        return False
-    return all(isinstance(name, str) for name in (*state, *(name for group in groups for name in group["params"])))
-
-
-def checked_settings(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a saved group sets in `mine`.
-
-    Raises CheckpointError for hyper-parameters that no step can be made with.
-    """
-    settings = {key: tuple(value) if key == "betas" else value for key, value in saved.items() if key not in _NAMES}
-    try:
-        check_group({**mine, **settings})
-    except ConfigError as error:
-        raise CheckpointError("a parameter group of the saved state is unusable", why=error.what) from error
-    return settings
-
-
-def check_same_names(what: str, theirs: Sequence[Sequence[str]], mine: Sequence[Sequence[str]]) -> None:
-    """Raise CheckpointError unless both have the same names in the same groups and order."""
-    if [list(x) for x in theirs] == [list(x) for x in mine]:
-        return
-    missing = sorted({n for g in mine for n in g} - {n for g in theirs for n in g})[:5]
-    extra = sorted({n for g in theirs for n in g} - {n for g in mine for n in g})[:5]
-    raise CheckpointError(
-        f"the {what}s of the saved state are not those of this optimizer",
-        why=f"missing: {missing or 'none'}; not expected: {extra or 'none'}; order and grouping count as well",
-        fix="make the optimizer over the same parameters, in the same groups",
-    )

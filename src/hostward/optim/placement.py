@@ -176,7 +176,7 @@ def _least_fraction(buckets: Sequence[Bucket], grad_dtype: torch.dtype | None, b
     if fixed + min(MIN_STAGING_BUFFERS, len(buckets)) * largest > budget_bytes:
         raise MemoryLimitError(
             f"device_memory={budget_bytes:,} bytes are too few: weights and gradients alone take {fixed:,}",
-            why=f"with all state off the device, two staging slots of {largest:,} bytes come on top",
+            why=f"with all state off the device, two staging buffers of {largest:,} bytes come on top",
             fix=f"device_memory={fixed + MIN_STAGING_BUFFERS * largest:,} at least, or a plan that lets weights leave",
         )
     return min(1.0, away / state)

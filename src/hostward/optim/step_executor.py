@@ -26,7 +26,7 @@ from hostward.optim.bucket_state import BucketState, allocate_gradients
 from hostward.optim.host_accumulation import HostGradAccumulator
 from hostward.optim.op_binding import Bindings, Memory, Schedules, mixed_gradients
 from hostward.optim.range_selection import Part, bucket_map
-from hostward.optim.staging_slots import StagingBuffers
+from hostward.optim.staging_buffers import StagingBuffers
 from hostward.optim.stream_sync import StreamSync
 from hostward.optim.weight_views import ParamViews
 from hostward.runtime.backend import Backend, Clipping, Event

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -26,15 +26,6 @@ from hostward.schedule.staging import MIN_STAGING_BUFFERS, staging_buffer_bytes,
 from hostward.trainer.models import layers_of as of_model
 from hostward.trainer.parallel import Held
 from hostward.trainer.plan_request import require_planned, shares
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch
-
-    from hostward.config.schema import Config
-    from hostward.optim.adamw import AdamW
-    from hostward.plan.plan_file import PlanFile
 
 
 def share_of(config: Config, data_ranks: int) -> Config:

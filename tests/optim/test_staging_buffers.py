@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 
 from hostward.core.placement import Placement
 from hostward.errors import MemoryLimitError
-from hostward.optim.staging_slots import StagingBuffers
+from hostward.optim.staging_buffers import StagingBuffers
 from hostward.runtime.backend import Buffer, Tier
 from hostward.runtime.simulated.backend import SimulatedBackend
 from hostward.schedule.ops import Lane
