@@ -1,11 +1,12 @@
 """A loop of accelerate trains as with torch's own AdamW, and to the same bits at every fraction.
 
-Seen red: backward left as it was; every microbatch taken for the last; no limit set for the step; a skipped step
-that is not told; a flag of the scaler that is written after the step; torch's state taken for hostward's.
+Seen red: backward left as it was; every microbatch taken for the last; no limit set for the step; a skipped step not
+told; a flag of the scaler that is written after the step; torch's state taken for hostward's.
 """
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ class Loop:
         self.accelerator, self.plain = accelerator, mlp()
         decays = [p for p in self.plain.parameters() if p.ndim > 1]
         others = [p for p in self.plain.parameters() if p.ndim == 1]
-        groups = [{"params": decays, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        groups = [{"params": decays, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}, {"params": []}]
         optimizer: Any = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
         if where:
             optimizer = offload(accelerator, optimizer, self.plain, backend=backend(late=LATE), **where)
@@ -99,7 +100,7 @@ def test_a_loop_trains_as_with_torch_and_to_the_same_bits(accelerator_of: Callab
         torch.testing.assert_close(loop.losses, theirs.losses, rtol=1e-5, atol=0)
         torch.testing.assert_close(loop.norms, theirs.norms, rtol=1e-5, atol=0)
         torch.testing.assert_close(loop.weights(), theirs.weights())
-        assert loop.scheduler.get_last_lr() == theirs.scheduler.get_last_lr() == [1e-2 / 7] * 2
+        assert loop.scheduler.get_last_lr() == theirs.scheduler.get_last_lr() == [1e-2 / 7] * 3
         assert (loop.losses, loop.norms) == (ours[0].losses, ours[0].norms)
         assert_equal(loop.weights(), ours[0].weights())
 
@@ -111,6 +112,13 @@ def test_a_loop_trains_as_with_torch_and_to_the_same_bits(accelerator_of: Callab
     of_torch.accelerator.load_state(str(tmp_path / "None"))
     of_torch.epoch()
     torch.testing.assert_close(of_torch.weights(), theirs.weights())
+
+
+def test_the_example_runs(accelerator_of: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+    accelerator_of()
+    forget_accelerators()
+    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "accelerate_loop.py"))
+    assert "placed 1.0000" in capsys.readouterr().out
 
 
 def test_gradients_leave_in_the_last_backward_of_a_window(accelerator_of: Callable[..., Any]) -> None:

@@ -5,6 +5,7 @@ Seen red: layers that stay attached; torch's state with `fused` in its groups.
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ LAYERS = {
     "weights": hostward.Weights(num_layers=2, min_elements=0),
     "streamed_fraction": 0.0,
 }
+EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -262,3 +264,10 @@ def test_requests_that_cannot_be_met_are_refused(tmp_path: Path) -> None:
         made(at(1.0, max_grad_norm=1.0), tmp_path)
     with pytest.raises(UnknownNameError, match="did you mean activations"):
         made(at(1.0, activation=1), tmp_path).train()
+
+
+@pytest.mark.parametrize(("name", "needs"), [("trainer", "transformers"), ("trl_sft", "trl")])
+def test_the_example_runs(name: str, needs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip(needs)
+    runpy.run_path(str(EXAMPLES / f"{name}.py"))
+    assert "optimizer state on the host: asked 1.0000, placed 1.0000" in capsys.readouterr().out

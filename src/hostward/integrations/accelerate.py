@@ -160,8 +160,9 @@ class OffloadedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             ConfigError, ModelError, MemoryLimitError: as `hostward.AdamW` and `hostward.attach`.
         """
         if self.optimizer is self._stand_in:
-            groups = [_settings(group) for group in self._stand_in.param_groups if group["params"]]
-            made = AdamW(groups, module=self._model, **self._options)
+            made = AdamW(
+                [_settings(group) for group in self._stand_in.param_groups], module=self._model, **self._options
+            )
             super().__init__(made, device_placement=False, scaler=self._accelerator.scaler)
         optimizer = self.made()
         if self.attachment is None:
