@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import hostward
 from hostward.integrations.fsdp2_loops import build_optimizers
+from hostward.optim.offloaded_grad import OffloadedGrad
 from hostward.runtime.simulated.backend import SimulatedBackend
 
 LIMIT = 0.05
@@ -112,6 +113,7 @@ class Loop:
         ]
         self.step = 0
         self.told: list[float] = []
+        self.left: list[bool] = []
 
     def train_step(self, microbatches: int = 2) -> None:
         self.optimizers.zero_grad()
@@ -122,6 +124,7 @@ class Loop:
                 loss = self.loss(10 * self.step + i) / microbatches
                 loss.backward()
             total += loss.item()
+        self.left = [type(p.grad) is OffloadedGrad for part in self.parts for p in part.parameters()]
         norm = clip_grad_norm_(self.parts, LIMIT) if self.clips else None
         self.optimizers.step()
         for scheduler in self.schedulers:
@@ -151,7 +154,7 @@ class Loop:
     def bits(self) -> dict[str, Any]:
         weights = {name: digest(value) for name, value in self.weights().items()}
         state = {n: digest(whole_of(v).view(-1)) for n, v in self.optimizers.state_dict().items() if "state." in n}
-        return {**weights, **state, "told": [value.hex() for value in self.told]}
+        return {**weights, **state, "told": [value.hex() for value in self.told], "left": self.left}
 
 
 def clip_grad_norm_(parts: Sequence[torch.nn.Module], limit: float) -> float:

@@ -24,12 +24,14 @@ def test_the_bits_of_fraction_0(world: World) -> None:
     assert run(world, "bits", fraction=0.5, order="late", parts=2) == expected
     assert run(world, "bits", fraction=1.0, order="late", parts=2) == expected
     assert len({found["told"][1] for found in expected}) == 1
+    assert any(expected[0]["left"])
 
 
 def test_a_loop_that_clips_by_itself(world: World) -> None:
     """Nothing but the builder was changed."""
     expected = run(world, "bits", fraction=0.0, order="eager", clips=True)
     assert run(world, "bits", fraction=1.0, order="late", clips=True) == expected
+    assert not any(expected[0]["left"])
 
 
 def test_nearly_the_numbers_of_torch(world: World) -> None:
