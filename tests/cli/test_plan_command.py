@@ -323,6 +323,7 @@ def test_a_picture_of_the_frontier(cli: Cli, tmp_path: Path) -> None:
         (["--recipe", "qwen3_moe_tiny"], ["there is no recipe"]),
         (["--json", "no/such/plan.json"], ["its folder does not exist"]),
         (["diff", "one.json"], ["plan diff takes two files"]),
+        (["diff", "one.json", "two.json", "--json", "-"], ["--json has no effect with plan diff"]),
         (["dif", "one.json", "two.json"], ["no command 'dif'", "hostward plan diff A.json B.json"]),
         (["optimizer.optimizer_offload_fraction=2"], ["optimizer_offload_fraction"]),
     ],

@@ -31,7 +31,7 @@ def finish(run: Run, run_dir: Path | None, json_file: Path | None) -> None:
     run.ranks.gather(None)  # a rank that ends makes the launcher end the others
     if run.ranks.first:
         stream = text_stream(json_file)
-        print("dry run: all was prepared, nothing was trained, no file was left behind", file=stream)
+        print("dry run: all was prepared, nothing was trained, its folders are as they were", file=stream)
         print("\n".join(fact_lines(facts(run, run_dir))), file=stream)
         write_report(json_file, to_dict(run))
 
@@ -52,7 +52,9 @@ def facts(run: Run, run_dir: Path | None) -> dict[str, str]:
         "starts": start if began < config.train.train_iters else f"{start}: nothing to do",
         "data": run.dataset.description,
         "trains": f"{run.trained_parameters:,} of {run.model_parameters:,} parameters",
-        "optimizer state": f"{size(plan.offloaded_bytes)} of {size(plan.state_bytes)} on the host",
+        "optimizer state"
+        if run.ranks.size == 1
+        else "state of rank 0": f"{size(plan.offloaded_bytes)} of {size(plan.state_bytes)} on the host",
         "buckets": stepped,
         **predicted(run),
         "writes": "; ".join(files) or "nothing: neither --run-dir nor checkpoint.save is set",

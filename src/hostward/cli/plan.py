@@ -108,6 +108,8 @@ def plan(
     `hostward plan diff A B` compares two plans.
     """
     if words and words[0] == "diff":
+        if json_file is not None:
+            raise ConfigError("--json has no effect with plan diff", why="no plan is made", fix="leave it out")
         _diff(words[1:])
         return
     if words and difflib.get_close_matches(words[0], ["diff"]):
