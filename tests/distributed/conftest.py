@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from world import World
@@ -13,3 +14,27 @@ def world() -> Iterator[World]:
     made = World()
     yield made
     made.close()
+
+
+CHANGE_NO_BIT = {"overlap": False, "always_last": True, "clear": False, "context": False}
+"""Of `sharded_cases.train`; of its network, to prefetch explicitly."""
+
+
+@pytest.fixture(scope="package")
+def on_device(world: World) -> Any:
+    """What training a sharded network with everything on the device gives, by options of `sharded_cases.train`. What
+    changes no bit is left out of them: it is one more thing that the offloaded run must not depend on.
+    """
+    known: dict[str, list[Any]] = {}
+
+    def found(**options: Any) -> list[Any]:
+        kept = {name: value for name, value in options.items() if CHANGE_NO_BIT.get(name) != value}
+        network = {k: v for k, v in options.get("network", {}).items() if k != "prefetch"}
+        kept = {name: value for name, value in kept.items() if name != "network"}
+        kept |= {"network": network} if network else {}
+        name = repr(sorted(kept.items()))
+        if name not in known:
+            known[name] = world.run("sharded_cases.train", mix="device", **kept)
+        return known[name]
+
+    return found
