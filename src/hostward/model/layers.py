@@ -19,8 +19,9 @@ def find_layers(
     """Return (path, module) of the layers, in order of use.
 
     Args:
-        given: the layers, if the caller names them; None: the members of the outermost module list (or sequence) of the
-            model with at least two members. Lists inside its members, such as experts, do not count.
+        given: the layers, if the caller names them; None: the members of the outermost module list (or sequence, or
+            dict with the keys "0", "1", ... in order) of the model with at least two members. Lists inside its members,
+            such as experts, do not count.
 
     Raises:
         ModelError: there is no such list, or several; or a given module is not part of the model.
@@ -30,7 +31,7 @@ def find_layers(
     found: list[tuple[str, torch.nn.Module]] = []
     for name, module in root.named_modules():
         inside = any(name.startswith(f"{outer}.") or outer == "" for outer, _ in found)
-        if isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)) and len(module) > 1 and not inside:
+        if _is_list(module) and not inside:
             found.append((name, module))
     sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in found}
     found = [(name, module) for name, module in found if sizes[name] >= _SHARE * max(sizes.values())]
@@ -43,6 +44,14 @@ def find_layers(
         )
     path, held = found[0]
     return [(f"{path}.{name}" if path else name, child) for name, child in held.named_children()]
+
+
+def _is_list(module: torch.nn.Module) -> bool:
+    """Return whether a module holds at least two modules in an order of its own."""
+    if isinstance(module, torch.nn.ModuleDict):
+        numbers = [int(key) if key.isdecimal() else -1 for key in module]
+        return len(numbers) > 1 and numbers == list(range(numbers[0], numbers[0] + len(numbers))) and numbers[0] >= 0
+    return isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)) and len(module) > 1
 
 
 def _named(root: torch.nn.Module, given: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:
