@@ -80,6 +80,17 @@ def joined(ranks: list[Any]) -> dict[str, str]:
     return {name: bits for rank in ranks for name, bits in rank["bits"].items()}
 
 
+AT = {
+    "four": ("host", "weights leave"),
+    "four, in turns": ("mixed", "serial"),
+    "divided": ("serial",),
+    "divided, in turns": ("host",),
+    "copies, in turns": ("streamed",),  # the host steps no copies
+    "matrices": ("mixed",),
+}
+"""Placements of a layout: each at a stage of its own and at a divided one."""
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_both_ends_step_one_weight_with_the_same_bits_at_every_placement(trained: Any, layout: str) -> None:
     """Losses, norms, weights and state, clipped. Seen red: gradients of the ends not added up; on the first end alone;
@@ -88,10 +99,7 @@ def test_both_ends_step_one_weight_with_the_same_bits_at_every_placement(trained
     words = LAYOUTS[layout]
     expected = trained(*words)
     require_same_ends(expected)
-    few = "copies" in layout  # the host steps no copies
-    for placed in (
-        ("streamed",) if few else ("host", "mixed", "serial", *(["weights leave"] if FOUR[0] in words else []))
-    ):
+    for placed in AT[layout]:
         found = trained(*words, *PLACED[placed])
         for mine, reference in zip(found, expected, strict=True):
             assert mine["told"] == reference["told"] == expected[0]["told"], placed

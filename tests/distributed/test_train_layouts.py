@@ -55,8 +55,7 @@ def test_the_norm_with_experts_over_ranks_is_that_of_one_process_in_every_bit(wo
     assert world.run("train_cases.norm_of_given", words=[experts]) == [expected] * 4
 
 
-@pytest.mark.parametrize("placed", [HOST, STREAMED], ids=["host", "streamed"])
-@pytest.mark.parametrize(("batch", "experts"), [(8, TWO), (4, FOUR)])
+@pytest.mark.parametrize(("batch", "experts", "placed"), [(8, TWO, HOST), (4, FOUR, STREAMED)], ids=["two", "four"])
 def test_experts_over_ranks_have_the_same_bits_at_every_placement(
     trained: Any, experts: str, placed: list[str], batch: int
 ) -> None:
@@ -104,10 +103,14 @@ def test_matrices_over_ranks_give_the_gradients_of_one_process(world: World, cas
             np.testing.assert_allclose(found["gradients"][name], gradient, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("placed", [HOST, STREAMED], ids=["host", "streamed"])
 @pytest.mark.parametrize(
-    ("recipe", "batch", "shared"),
-    [(QWEN3, 4, (SHARED,)), (QWEN3, 2, SEQUENCES), (MOE, 4, (*SEQUENCES, TWO)), (MOE, 2, SEQUENCES)],
+    ("recipe", "batch", "shared", "placed"),
+    [
+        (QWEN3, 4, (SHARED,), HOST),
+        (QWEN3, 2, SEQUENCES, STREAMED),
+        (MOE, 4, (*SEQUENCES, TWO), STREAMED),
+        (MOE, 2, SEQUENCES, HOST),
+    ],
     ids=str,
 )
 def test_matrices_over_ranks_have_the_same_bits_at_every_placement(

@@ -33,6 +33,12 @@ def trained(world: World) -> Any:
     return functools.cache(lambda *words, recipe=MOE: world.run("train_cases.train", words=list(words), recipe=recipe))
 
 
+@functools.cache
+def alone_at_first() -> Run:
+    """The run that most are compared with."""
+    return alone(small())
+
+
 def alone(config: Config, recipe: str = MOE) -> Run:
     run = setup.prepare(recipe, config)
     loop.train(run)
@@ -41,7 +47,7 @@ def alone(config: Config, recipe: str = MOE) -> Run:
 
 @pytest.mark.parametrize("words", [(), ("ddp.use_distributed_optimizer=False",)], ids=["divided", "copies"])
 def test_four_ranks_train_on_the_batch_of_one(trained: Any, words: tuple[str, ...]) -> None:
-    run = alone(small())
+    run = alone_at_first()
     for rank in trained(*words):
         losses, norms, skipped = rank["told"]
         assert losses == pytest.approx(run.losses, rel=1e-5)
@@ -65,11 +71,11 @@ MANY = ("model.num_moe_experts=1024", "model.moe_ffn_hidden_size=4")
 """Nor are experts and routers, which stay."""
 LEAVING = (*HOST, "model.cpu_offloading=True", "model.cpu_offloading_num_layers=1")
 
+AGAIN = ("model.recompute_granularity=full", "model.recompute_method=uniform", "model.recompute_num_layers=1")
 CASES = {
     "on the host": ((), tuple(HOST)),
     "half on the host": ((), (HOST[0], "optimizer.optimizer_offload_fraction=0.5")),
     "streamed": ((), tuple(STREAMED)),
-    "one microbatch": (("train.global_batch_size=4",), tuple(HOST)),
     "bf16, sums in float32": (tuple(BF16), tuple(HOST)),
     "bf16, sums on the host": (tuple(BF16), (*HOST, "optimizer.gradients=host")),
     "bf16, reduced in float32": ((*BF16, IN_FP32, "train.global_batch_size=4"), tuple(HOST)),
@@ -81,16 +87,7 @@ CASES = {
     "weights leave, one microbatch": ((FOUR, *BF16, "train.global_batch_size=4"), WEIGHTS),
     "weights leave, resharded": ((FOUR, RESHARDED, *BF16), WEIGHTS),
     "weights and activations leave, resharded": ((FOUR, RESHARDED, *LONG), AWAY),
-    "weights leave, recomputed": (
-        (
-            FOUR,
-            RESHARDED,
-            "model.recompute_granularity=full",
-            "model.recompute_method=uniform",
-            "model.recompute_num_layers=1",
-        ),
-        WEIGHTS,
-    ),
+    "weights leave, recomputed": ((FOUR, RESHARDED, *AGAIN), WEIGHTS),
     "weights leave, experts": ((FOUR, RESHARDED, "model.expert_model_parallel_size=2"), WEIGHTS),
     "weights leave, matrices": (
         (
@@ -103,7 +100,6 @@ CASES = {
         WEIGHTS,
     ),
     "activations leave": (LONG, LEAVING),
-    "activations leave, experts": ((*LONG, *MANY, "model.expert_model_parallel_size=2"), LEAVING),
     "activations leave, experts, resharded": (
         (*LONG, *MANY, RESHARDED, "model.expert_model_parallel_size=2"),
         LEAVING,
@@ -124,8 +120,12 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_placement_gives_the_same_bits(trained: Any, case: str) -> None:
+    """Which are those of layers that stay whole, and of activations that are kept: so runs share what they are compared
+    with.
+    """
     words, placed = CASES[case]
-    for found, expected in zip(trained(*words, *placed), trained(*words), strict=True):
+    plainly = [word for word in words if word not in (RESHARDED, *AGAIN)]
+    for found, expected in zip(trained(*words, *placed), trained(*plainly), strict=True):
         assert found["told"] == expected["told"]
         assert found["bits"] == expected["bits"]
         assert found["offloaded_bytes"] > 0
@@ -138,17 +138,16 @@ def test_every_placement_gives_the_same_bits(trained: Any, case: str) -> None:
             assert found["weights"]["held"] == 0
 
 
-@pytest.mark.parametrize("words", [("train.global_batch_size=4",), (IN_FP32, *BF16)])
-def test_layers_that_are_whole_one_at_a_time_have_the_bits_of_layers_that_stay_whole(
-    trained: Any, words: tuple[str, ...]
-) -> None:
+def test_layers_that_are_whole_one_at_a_time_have_the_bits_of_layers_that_stay_whole(trained: Any) -> None:
+    words = (IN_FP32, *BF16)
     for found, expected in zip(trained(RESHARDED, *words), trained(*words), strict=True):
         assert found["told"] == expected["told"]
         assert found["bits"] == expected["bits"]
 
 
-@pytest.mark.parametrize("words", [(), ("ddp.use_distributed_optimizer=False",)], ids=["divided", "copies"])
-@pytest.mark.parametrize("batch", [4, 8])
+@pytest.mark.parametrize(
+    ("batch", "words"), [(4, ()), (8, ("ddp.use_distributed_optimizer=False",))], ids=["divided", "copies"]
+)
 def test_gradients_reduced_in_float32_are_the_mean_of_those_of_bf16(
     world: World, batch: int, words: tuple[str, ...]
 ) -> None:
@@ -162,18 +161,17 @@ def test_gradients_reduced_in_float32_are_the_mean_of_those_of_bf16(
 
 
 @pytest.mark.parametrize("mode", ["snapshot", "stream"])
-def test_a_run_whose_weights_leave_is_saved_and_goes_on_with_them_here(trained: Any, mode: str, tmp_path: Path) -> None:
-    """Bit for bit, from a save beside training."""
+def test_a_run_whose_weights_leave_is_saved_and_goes_on(trained: Any, mode: str, tmp_path: Path) -> None:
+    """Bit for bit, from a save beside training: with weights that stay, and with weights that leave."""
     placed = (FOUR, RESHARDED, *WEIGHTS)
-    straight = trained(FOUR, RESHARDED, *HOST, "train.train_iters=4")
+    straight = trained(FOUR, *HOST, "train.train_iters=4")
     save = (f"checkpoint.save={tmp_path}", "checkpoint.async_save=True", f"checkpoint.async_save_mode={mode}")
     trained(*placed, *save, "train.train_iters=2")
     load = f"checkpoint.load={tmp_path}"
-    for words in ((FOUR, *HOST), placed):
-        resumed = trained(*words, load, "train.train_iters=4")
-        for found, expected in zip(resumed, straight, strict=True):
-            assert found["bits"] == expected["bits"]
-            assert found["told"][0] == expected["told"][0][2:]
+    resumed = trained(*((FOUR, *HOST) if mode == "snapshot" else placed), load, "train.train_iters=4")
+    for found, expected in zip(resumed, straight, strict=True):
+        assert found["bits"] == expected["bits"]
+        assert found["told"][0] == expected["told"][0][2:]
 
 
 def test_the_report_has_sums_by_node_and_names_a_straggler(world: World) -> None:
@@ -202,12 +200,12 @@ EXPERTS = "model.expert_model_parallel_size=2"
 
 @pytest.mark.parametrize(
     "words",
-    [(), BF16, (RESHARDED, EXPERTS), HOST, STREAMED, ("ddp.use_distributed_optimizer=False",)],
-    ids=["fp32", "bf16", "experts", "host", "streamed", "copies"],
+    [BF16, (RESHARDED, EXPERTS), HOST, STREAMED, ("ddp.use_distributed_optimizer=False",)],
+    ids=["bf16", "experts", "host", "streamed", "copies"],
 )
 def test_owners_that_a_report_stacks_are_no_more_than_what_is_there(world: World, words: tuple[str, ...]) -> None:
     """Seen red: gradients of all ranks counted on each of them, both in `.grad` and where they have left it."""
-    whole = alone(small())
+    whole = alone_at_first()
     for rank in world.run("train_cases.stacked", words=list(words)):
         assert set(rank["moments"]) == {"forward", "backward", "step"}
         assert all(owners <= there for owners, there in zip(rank["owners"], rank["measured"], strict=True))
@@ -259,7 +257,6 @@ def test_torchrun_starts_a_run_anew_that_goes_on_by_itself(tmp_path: Path) -> No
 
 LAYOUTS = {
     "data": (MOE, ()),
-    "experts": (MOE, ("model.expert_model_parallel_size=2",)),
     "matrices": (LLAMA, ("model.tensor_model_parallel_size=2", "train.global_batch_size=4")),
     "matrices and experts": (
         MOE,
