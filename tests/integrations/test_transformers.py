@@ -15,6 +15,7 @@ import torch
 from optimizer_cases import assert_equal, backend
 
 import hostward
+from hostward import cli
 from hostward.errors import ConfigError, UnknownNameError
 from hostward.runtime.backend import Lane
 
@@ -53,7 +54,7 @@ def rows(count: int = 14) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
-def made(kind: Any, folder: Path, *, model: Any = None, **options: Any) -> Any:
+def made(kind: Any, folder: Path, *, model: Any = None, optimizers: Any = (None, None), **options: Any) -> Any:
     """Two epochs of seven batches in windows of four and three."""
     common = {
         "num_train_epochs": 2,
@@ -73,7 +74,7 @@ def made(kind: Any, folder: Path, *, model: Any = None, **options: Any) -> Any:
     held = {} if "model_init" in options else {"model": tiny_llama() if model is None else model}
     held |= {"model_init": options.pop("model_init")} if "model_init" in options else {}
     args = TrainingArguments(str(folder), **{**common, **options})
-    return kind(**held, args=args, train_dataset=rows(), eval_dataset=rows(4))
+    return kind(**held, args=args, train_dataset=rows(), eval_dataset=rows(4), optimizers=optimizers)
 
 
 def at(fraction: float, trainer: Any = Trainer, **options: Any) -> Any:
@@ -271,3 +272,23 @@ def test_the_example_runs(name: str, needs: str, capsys: pytest.CaptureFixture[s
     pytest.importorskip(needs)
     runpy.run_path(str(EXAMPLES / f"{name}.py"))
     assert "optimizer state on the host: asked 1.0000, placed 1.0000" in capsys.readouterr().out
+
+
+def test_a_plan_for_the_folder_of_a_configuration_is_carried_out(tmp_path: Path) -> None:
+    pytest.importorskip("scipy")
+    tiny_llama().config.save_pretrained(tmp_path)
+    sizes = ["--seq", "16", "--batch", "8", "--micro-batch", "2", "--hardware", "h200", "--device-memory", "65.5MiB"]
+    assert cli.main(["plan", "--config", str(tmp_path), *sizes, "--json", str(tmp_path / "plan.json")]) == 0
+    trainers = []
+    for where in ({"offload_fraction": 0.0}, {"plan": str(tmp_path / "plan.json")}):
+        kind = offloading(Trainer, backend=backend(late=LATE), **where)
+        model = tiny_llama().to(torch.bfloat16)
+        optimizers = torch.optim.AdamW(model.parameters(), lr=1e-2), None
+        trainers.append(made(kind, tmp_path, model=model, optimizers=optimizers))
+        trainers[-1].train()
+    with pytest.raises(ConfigError, match="2 parameter groups"):
+        made(kind, tmp_path, model=model).train()
+    none, planned = trainers
+    assert planned.optimizer.optimizer.plan.placed_fraction > 0.5
+    assert logged(planned, "grad_norm") == logged(none, "grad_norm")
+    assert_equal(weights(planned), weights(none))
