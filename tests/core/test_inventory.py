@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import doctest
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import hypothesis.strategies as st
 import pytest
@@ -52,7 +52,7 @@ def parameter_lists(draw: st.DrawFn) -> list[Parameter]:
 
 
 @given(parameter_lists(), caps)
-def test_every_element_lies_in_exactly_one_bucket_in_order(parameters: list[Parameter], cap: int) -> None:
+def test_every_element_lies_in_one_bucket_by_layers_and_groups(parameters: list[Parameter], cap: int) -> None:
     found = [r for b in cut_buckets(parameters, cap=cap) for r in b.ranges]
     merged: list[Range] = []
     for r in found:
@@ -61,7 +61,9 @@ def test_every_element_lies_in_exactly_one_bucket_in_order(parameters: list[Para
             merged[-1] = Range(r.name, merged[-1].start, r.stop)
         else:
             merged.append(r)
-    assert merged == [Range(p.name, 0, p.numel) for p in parameters if p.numel]
+    layers = [list(run) for _, run in groupby(parameters, key=lambda p: p.layer)]
+    ordered = [p for run in layers for group in (0, 1) for p in run if p.group == group]
+    assert merged == [Range(p.name, 0, p.numel) for p in ordered if p.numel]
 
 
 @given(parameter_lists(), caps)

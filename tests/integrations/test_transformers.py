@@ -283,11 +283,8 @@ def test_a_plan_for_the_folder_of_a_configuration_is_carried_out(tmp_path: Path)
     for where in ({"offload_fraction": 0.0}, {"plan": str(tmp_path / "plan.json")}):
         kind = offloading(Trainer, backend=backend(late=LATE), **where)
         model = tiny_llama().to(torch.bfloat16)
-        optimizers = torch.optim.AdamW(model.parameters(), lr=1e-2), None
-        trainers.append(made(kind, tmp_path, model=model, optimizers=optimizers))
+        trainers.append(made(kind, tmp_path, model=model))
         trainers[-1].train()
-    with pytest.raises(ConfigError, match="2 parameter groups"):
-        made(kind, tmp_path, model=model).train()
     none, planned = trainers
     assert planned.optimizer.optimizer.plan.placed_fraction > 0.5
     assert logged(planned, "grad_norm") == logged(none, "grad_norm")

@@ -316,3 +316,12 @@ def test_a_group_that_has_lost_a_hyper_parameter_is_refused() -> None:
     del optimizer.param_groups[0]["betas"]
     with pytest.raises(ConfigError, match="a parameter group has no 'betas'"):
         optimizer.step()
+
+
+def test_buckets_follow_the_layers_whatever_the_groups() -> None:
+    """Biases of all layers are a group of their own; those of the first layer are still copied first."""
+    model = mlp()
+    optimizer = adamw(grouped(model), offload_fraction=1.0, module=model)
+    found = list(dict.fromkeys((b.layer, b.group) for b in optimizer.inventory.buckets))
+    layers = list(dict.fromkeys(b.layer for b in adamw(mlp()).inventory.buckets))
+    assert found == [(layer, group) for layer in layers for group in (0, 1)]

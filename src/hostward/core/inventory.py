@@ -15,6 +15,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from itertools import groupby
+from operator import attrgetter
 
 from hostward.errors import ConfigError
 
@@ -183,12 +185,14 @@ def cut_buckets(
 ) -> tuple[Bucket, ...]:
     """Cut parameters, given in order of use in forward, into buckets of at most `cap` elements.
 
-    Tensors above `cap` are split at multiples of 4,096, into equal pieces of about the size of the largest unsplit one:
+    Parameters of a layer that follow one another are taken group by group, so that a layer has few buckets. Tensors
+    above `cap` are split at multiples of 4,096, into equal pieces of about the size of the largest unsplit one:
     a GPU staging buffer is as large as the largest bucket that uses it. Smaller tensors are not split. A part that
     begins within a chunk of the gradient norm is cut where the next chunk begins. Zero-size parameters belong to no
     bucket. Raises ConfigError for a `cap` that is not a positive multiple of 4,096.
     """
-    parameters = tuple(parameters)
+    layers = groupby(parameters, key=attrgetter("layer"))
+    parameters = tuple(p for _, of_layer in layers for p in sorted(of_layer, key=attrgetter("group")))
     cap = bucket_cap(sum(p.numel for p in parameters)) if cap is None else cap
     if cap < SPLIT_ELEMENTS or cap % SPLIT_ELEMENTS:
         raise ConfigError(

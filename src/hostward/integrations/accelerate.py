@@ -146,14 +146,6 @@ class OffloadedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self._of_layers = {name: value for name, value in options.items() if name in _OF_LAYERS and value is not None}
         self._options = {name: value for name, value in options.items() if name not in _OF_LAYERS}
         self._options["plan"] = planned(self._options.get("plan"))
-        filled = [group for group in optimizer.param_groups if group["params"]]
-        if self._options["plan"] is not None and len(filled) > 1:
-            raise ConfigError(
-                f"a plan for an optimizer with {len(filled)} parameter groups",
-                why="hostward plan cuts buckets of one group; Trainer makes two, with weight decay and without",
-                fix="one group: torch.optim.AdamW(model.parameters(), ...), for Trainer as optimizers=(that, None); or "
-                "offload_fraction, activations and weights as the plan has them",
-            )
         self._norm: StepNorm | None = None
         self.attachment: Attachment | None = None
 

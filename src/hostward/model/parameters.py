@@ -154,11 +154,15 @@ class ParamRegistry:
         return paths[0] if paths else None
 
     def by_use(self, tracked: Sequence[ParamRecord]) -> list[ParamRecord]:
-        """Sort parameters, given in order of their modules, by their first use in forward.
+        """Sort parameters by their first use in forward, which is taken to be the order of their modules.
 
-        FSDP2 gathers a group when its module is entered, so parameters of the root, such as the last layer norm, are
-        needed before the first layer.
+        Groups list parameters by their options: those without weight decay are in all layers. FSDP2 gathers a group
+        when its module is entered, so parameters of the root, such as the last layer norm, are needed before the first
+        layer.
         """
+        place = {known: i for i, known in enumerate(self._homes)}
+        if len({t.group for t in tracked}) > 1 and all(id(t.parameter) in place for t in tracked):
+            tracked = sorted(tracked, key=lambda t: place[id(t.parameter)])
         if self.sharding is None:
             return list(tracked)
         index = {id(t.parameter): i for i, t in enumerate(tracked)}

@@ -263,7 +263,8 @@ def placed_by_plan(
     """
     ranks = require_division(plan, ((t.name, t.parameter) for t in tracked))
     parts = {t.name: t.facts for t in tracked}
-    whole = [replace(parts[t.name], numel=t.parameter.numel(), first=0) for t in tracked]
+    # A plan knows one group; what it places together stays together where the optimizer has several.
+    whole = [replace(parts[t.name], numel=t.parameter.numel(), first=0, group=0) for t in tracked]
     first = cut_buckets(first_parts(whole, ranks), first_index=first_index, split_master=split_master)
     of_first = plan.placements(first)
     buckets, origins = cut_alike(first, parts, first_index=first_index)

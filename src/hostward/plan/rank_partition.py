@@ -34,7 +34,8 @@ def cut_alike(
     """Cut another rank's `parts` (by name) into buckets that match the buckets of the `first` rank.
 
     A bucket holds the same places of the rank's part as the first rank's bucket. A cut moves on to the next chunk of
-    the gradient norm, by less than 4,096 elements. Where a rank has no elements, no bucket is made.
+    the gradient norm, by less than 4,096 elements. Where a rank has no elements, no bucket is made. A bucket of the
+    first rank that holds parameters of several groups becomes one for each.
 
     Returns:
         The buckets, and for each of them its number among those of the first rank.
@@ -45,10 +46,12 @@ def cut_alike(
     buckets: list[Bucket] = []
     origins: list[int] = []
     for i, bucket in enumerate(first):
-        ranges = tuple(piece for r in bucket.ranges for piece in _pieces(r, parts[r.name], ends[r.name]))
-        if ranges:
-            buckets.append(replace(bucket, index=first_index + len(buckets), ranges=ranges))
-            origins.append(i)
+        for group in sorted({parts[r.name].group for r in bucket.ranges}):
+            held = [r for r in bucket.ranges if parts[r.name].group == group]
+            ranges = tuple(piece for r in held for piece in _pieces(r, parts[r.name], ends[r.name]))
+            if ranges:
+                buckets.append(replace(bucket, index=first_index + len(buckets), group=group, ranges=ranges))
+                origins.append(i)
     return tuple(buckets), tuple(origins)
 
 
