@@ -475,7 +475,7 @@ def held_gathers() -> tuple[list[int], list[int], list[int]]:
     for seed in (1, 2):
         loss_of(model, seed)
         # Those that made gradients wait as well, before their memory is theirs again.
-        found.append([count for stream, count in backend.held if stream not in optimizer._executor._sync._makers])
+        found.append([count for stream, count in backend.held if stream not in optimizer._executor._sync.makers])
         backend.held.clear()
     layers = optimizer._executor._layer_of_bucket
     return found[0], found[1], [layers.count(layer) for layer in dict.fromkeys(layers)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -253,9 +254,13 @@ def test_other_loops(kind: type[Module], options: dict[str, Any], process_groups
 
 @pytest.fixture
 def process_groups_end() -> Iterator[None]:
+    """Lightning leaves the process group, and variables by which others would make one again."""
+    variables = dict(os.environ)
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(variables)
 
 
 # ---------------------------------------------------------------- attached offloading, errors, refusals

@@ -78,7 +78,7 @@ def test_buckets_are_counted_by_placement(train: Cli) -> None:
     assert 0 < report["streamed_buckets"] < 7
     words = f"7 of 7 buckets: {report['host_buckets']} stepped on the host, {report['streamed_buckets']} streamed"
     assert words in report["placements"]
-    assert words in outcome.out
+    assert f"{report['host_buckets']} stepped by the CPU, {report['streamed_buckets']} streamed" in outcome.out
     memory = report["memory"]["device_by_owner_bytes"]
     assert memory["staging slots"] > 0
     assert memory["norm partials"] > 0
@@ -285,9 +285,8 @@ def test_trace_holds_the_last_iterations(train: Cli, tmp_path: Path) -> None:
     assert offload["transfer_bytes"] == {d: n / 2 for d, n in summary.transfer_bytes.items()}
     assert offload["hidden_s"] + offload["exposed_s"] >= offload["offload_s"] > 0
     assert outcome.report["moved_d2h_bytes"] == pytest.approx(5 * offload["transfer_bytes"]["d2h"])
-    for line in offload["lines"]:
-        assert line in outcome.out
-    assert "measured, iterations 3 to 4" in outcome.out
+    for line in ("measured in iterations 3 to 4", *offload["lines"]):
+        assert line.split() in [outcome.out.split()[i : i + len(line.split())] for i in range(len(outcome.out.split()))]
 
 
 def test_a_short_run_is_metered_whole(train: Cli, tmp_path: Path) -> None:

@@ -312,6 +312,7 @@ class BrokenStep:
         self._real_task = simulated.host_task
         self._real_step = simulated.adamw_step
         self._operands: dict[int, AdamWOperands] = {}
+        self._tasks: list[AdamWTask] = []
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(simulated, "host_task", self.task)
@@ -319,13 +320,14 @@ class BrokenStep:
 
     def task(self, operands: AdamWOperands, *arguments: Any) -> AdamWTask:
         task = self._real_task(operands, *arguments)
+        self._tasks.append(task)  # none is freed, so that no other gets its number
         if operands.exp_avg.tier is self._side:
             self._operands[id(task)] = operands
         return task
 
     def step(self, task: AdamWTask) -> None:
         self._real_step(task)
-        operands = self._operands.pop(id(task), None)
+        operands = self._operands.get(id(task))
         if operands is not None:
             self._seen += 1
             if self._seen == self._number:
