@@ -330,10 +330,6 @@ class SimulatedBackend(Backend):
         # There are no streams, so the only caller waits.
         self.mark("offload/hold", Lane.COMPUTE, waits=waits).issue()
 
-    # One queue for each lane, whoever asks, and no graphs: 0 and False without a call into this file.
-    compute_key = follow_compute = staticmethod(int)
-    capturing = staticmethod(bool)
-
     def begin_step(self) -> None:
         self._turn += 1
         if self._order.eager:
