@@ -223,7 +223,7 @@ def _planned(
             fix="make a plan of this model: hostward plan --json FILE",
         )
     chosen = layers_of(given)
-    if not (chosen.activations or chosen.weights or chosen.parts or chosen.whole):
+    if not chosen:
         raise ConfigError(
             "attach() with a plan that neither offloads nor recomputes anything of layers",
             fix="leave attach() out; hostward.AdamW(plan=...) alone carries it out",
@@ -622,6 +622,10 @@ class PlannedLayers:
     weights: int
     parts: int
     whole: frozenset[int]
+
+    def __bool__(self) -> bool:
+        """Report whether anything of layers is offloaded or recomputed."""
+        return bool(self.activations or self.weights or self.parts or self.whole)
 
     def recompute(self, layers: Sequence[tuple[str, torch.nn.Module]]) -> dict[str, int] | None:
         """Return the layer norms and activations to recompute, with their number of layers; None: nothing.

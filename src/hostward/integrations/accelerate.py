@@ -167,11 +167,8 @@ class OffloadedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         optimizer = self.made()
         if self.attachment is None:
             plan, of_layers = self._options["plan"], self._of_layers
-            if plan is not None and not of_layers:
-                chosen = layers_of(plan)
-                of_layers = (
-                    {"plan": plan} if chosen.activations or chosen.weights or chosen.parts or chosen.whole else {}
-                )
+            if plan is not None and not of_layers and layers_of(plan):
+                of_layers = {"plan": plan}
             if of_layers:
                 self.attachment = attach(self._model, optimizer, **of_layers)
 
