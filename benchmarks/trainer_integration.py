@@ -3,10 +3,11 @@
     python benchmarks/trainer_integration.py --tokens 8192 32768 --json benchmarks/results/DATE-trainer.json
 
 All optimizer state is offloaded, by the same options. `bare`: a loop with `accumulate(last=True)`. `integration`:
-`offloading(Trainer)`, whose gradients leave in backward too. `trainer`: Trainer with
+`offloading(Trainer)`, whose gradients leave in backward too. `unfiltered`: the same with
+`logging_nan_inf_filter=False`, so that Trainer does not wait for each loss. `trainer`: Trainer with
 `optimizers=(hostward.AdamW, None)`, which clips by itself, so that gradients leave at `step()`. Contenders take turns,
 and each is made anew for each turn; seconds of a step are from its begin to the next one's, on the device's clock where
-there is one.
+there is one. A ratio is the median over turns of the medians of one turn.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from training_row import SHAPES, build
 
 from machine import describe
 
-CONTENDERS = ("bare", "integration", "trainer")
+CONTENDERS = ("bare", "integration", "unfiltered", "trainer")
 SETTINGS = {"lr": 1e-4, "weight_decay": 0.0}
 SKIPPED = 5
 """First steps of a contender, which measure the machine and find how much memory backward leaves."""
@@ -89,6 +90,7 @@ def by_trainer(
             folder, max_steps=steps, per_device_train_batch_size=batch, learning_rate=SETTINGS["lr"],
             weight_decay=SETTINGS["weight_decay"], lr_scheduler_type="constant", max_grad_norm=1.0, report_to=[],
             disable_tqdm=True, logging_strategy="no", save_strategy="no", use_cpu=clock.device.type == "cpu",
+            logging_nan_inf_filter=name != "unfiltered",
         )  # fmt: skip
         trainer = kind(model=model, args=args, train_dataset=rows, optimizers=optimizers, callbacks=[clock])
         trainer.train()
@@ -96,7 +98,7 @@ def by_trainer(
 
 
 def measured(name: str, arguments: argparse.Namespace, tokens: int) -> dict[str, Any]:
-    """Return seconds of each step of one contender, and its peak of reserved device memory in bytes."""
+    """Return seconds of each step of one contender, and its peak of allocated device memory in bytes."""
     device, shape = torch.device(arguments.device), SHAPES[arguments.model]
     torch.manual_seed(0)
     batch, steps = tokens // arguments.seq, SKIPPED + arguments.steps + 1
@@ -108,8 +110,8 @@ def measured(name: str, arguments: argparse.Namespace, tokens: int) -> dict[str,
         bare(model, rows, batch, steps, clock)
     else:
         by_trainer(name, model, rows, batch, steps, clock)
-    peak = torch.cuda.max_memory_reserved() if device.type == "cuda" else None
-    return {"seconds": clock.seconds(), "peak_reserved_bytes": peak}
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
+    return {"seconds": clock.seconds(), "peak_allocated_bytes": peak}
 
 
 def main() -> None:
@@ -120,21 +122,26 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="of each contender and turn that count")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=CONTENDERS, help="bare is needed")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     result: dict[str, Any] = {"benchmark": "trainer integration", "machine": describe(), "cases": []}
     for tokens in arguments.tokens:
-        found: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
+        found: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.contenders}
         for turn in range(arguments.turns):
-            for name in CONTENDERS if turn % 2 == 0 else reversed(CONTENDERS):
+            for name in arguments.contenders if turn % 2 == 0 else reversed(arguments.contenders):
                 found[name].append(measured(name, arguments, tokens))
                 gc.collect()
                 if arguments.device == "cuda":
                     torch.cuda.empty_cache()
-        medians = {name: statistics.median(s for run in runs for s in run["seconds"]) for name, runs in found.items()}
-        ratios = {name: median / medians["bare"] for name, median in medians.items()}
+        turns = {name: [statistics.median(run["seconds"]) for run in runs] for name, runs in found.items()}
+        medians = {name: statistics.median(values) for name, values in turns.items()}
+        ratios = {
+            name: statistics.median(mine / bare for mine, bare in zip(values, turns["bare"], strict=True))
+            for name, values in turns.items()
+        }
         result["cases"].append({"tokens": tokens, "median_s": medians, "ratio_to_bare": ratios, "runs": found})
-        print(f"{tokens} tokens: " + ", ".join(f"{n} {medians[n]:.4f} s ({ratios[n]:.3f})" for n in CONTENDERS))
+        print(f"{tokens} tokens: " + ", ".join(f"{n} {medians[n]:.4f} s ({ratios[n]:.3f})" for n in medians))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

@@ -161,8 +161,12 @@ class ParamRegistry:
         layer.
         """
         place = {known: i for i, known in enumerate(self._homes)}
-        if len({t.group for t in tracked}) > 1 and all(id(t.parameter) in place for t in tracked):
-            tracked = sorted(tracked, key=lambda t: place[id(t.parameter)])
+        if len({t.group for t in tracked}) > 1:
+            if all(id(t.parameter) in place for t in tracked):
+                tracked = sorted(tracked, key=lambda t: place[id(t.parameter)])
+            else:  # of no known module: each layer comes where a group first names it
+                layers = {layer: i for i, layer in enumerate(dict.fromkeys(t.layer for t in tracked))}
+                tracked = sorted(tracked, key=lambda t: layers[t.layer])
         if self.sharding is None:
             return list(tracked)
         index = {id(t.parameter): i for i, t in enumerate(tracked)}

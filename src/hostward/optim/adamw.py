@@ -6,7 +6,7 @@ import functools
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
@@ -18,7 +18,7 @@ from torch.optim.optimizer import ParamsT
 from hostward.config.arguments import named_options
 from hostward.core.inventory import Inventory
 from hostward.core.placement import PlacedBucket, Plan
-from hostward.errors import HostwardError, ModelError
+from hostward.errors import HostwardError, ModelError, OrderingError
 from hostward.model.deferred_weights import is_away, waits
 from hostward.model.fence import unfenced, without_functions
 from hostward.model.parameter_names import matched
@@ -42,7 +42,7 @@ from hostward.optim.bucket_state import (
 )
 from hostward.optim.diagnostics import Tracing, UnfencedReads
 from hostward.optim.forward_hooks import ForwardHooks, WeightFence
-from hostward.optim.gradient_hooks import GradientHooks, GradientsClearedError, gradient_of
+from hostward.optim.gradient_hooks import Borrowed, GradientHooks, GradientsClearedError, gradient_of
 from hostward.optim.host_accumulation import HostGradAccumulator
 from hostward.optim.master_sync import WeightWatch
 from hostward.optim.offloaded_grad import Where
@@ -56,8 +56,12 @@ from hostward.optim.param_groups import (
     check_variants,
     checked_backend,
     checked_norm,
+    checked_scale,
     checked_streamed,
+    checked_uncounted,
+    checked_waits,
     described,
+    require_names,
     shown,
     sums_on_host,
 )
@@ -224,6 +228,11 @@ class AdamW(torch.optim.Optimizer):
             them. The norm is over all of them, and all skip together. None: there are no stages.
         tied: by name, the weights that another stage has as well, and the processes that have this part of each. Call
             `add_up_tied` before `step`.
+        uncounted: names of parameters whose gradients other processes of `stages` count in the norm: replicas, such as
+            those of tensor parallelism.
+        waits: "hooks": forward waits for each layer's weights, by hooks of the module. "manual": the owner of the
+            parameters calls `wait_for_weights(names)` before they are read and `reseed` after they are written; there
+            are no hooks, and no fence. For parameters that are views of buffers (see docs/gradient-owners.md).
         fence: let whatever reads or writes a weight after `step()` wait for its new value by itself, and notice writes
             through `.data`. False: only the module's own forward and state dicts wait; other readers call
             `wait_for_weights()` first, and writes through `.data` need `reseed()`. `find_unfenced_reads` then says what
@@ -274,6 +283,8 @@ class AdamW(torch.optim.Optimizer):
         module: torch.nn.Module | None = None,
         stages: dist.ProcessGroup | None = None,
         tied: Mapping[str, dist.ProcessGroup] | None = None,
+        uncounted: Collection[str] = (),
+        waits: str = "hooks",
         fence: bool = True,
         backend: Backend | None = None,
     ) -> None:
@@ -307,8 +318,10 @@ class AdamW(torch.optim.Optimizer):
         self._unchanged, self._told_of_writes, self._scaled = True, False, False
         self._memory: Memory
         self._forward_hooks: ForwardHooks | None = None
-        self._fenced = fence
+        self._uncounted, self._by_hooks = checked_uncounted(uncounted, stages), checked_waits(waits)
+        self._fenced = fence and self._by_hooks
         self._fence: WeightFence | None = None
+        self._borrowed = Borrowed.NONE
         self._grad_hooks: GradientHooks
         self._sharded: Sharded | None = None
         self._empty_parts: EmptyParts | None = None
@@ -375,6 +388,7 @@ class AdamW(torch.optim.Optimizer):
         require_sharding(self._places, new)
         check_grad_dtype(self._grad_dtype, {t.name: t.parameter for t in new})
         self.tied.require_known([*self._tracked, *new])
+        require_names("uncounted", self._uncounted, [*self._tracked, *new])
         first, split = len(self._states), not self._use_torch_optimizer
         used, ranks = self._places.by_use(new), ranks_of(new)
         buckets, plan = self._mix.place(backend, used, self._grad_dtype, first, split_master=split, ranks=ranks)
@@ -412,7 +426,7 @@ class AdamW(torch.optim.Optimizer):
         partials, host_partials, first_chunks = allocate_partials(backend, self._states, on_host=bool(self._summed))
         scalars = allocate_scalars(backend, Tier.DEVICE), allocate_scalars(backend, Tier.HOST)
         groups = self._places.sharding
-        of_stages = self._stages, self.tied.uncounted()
+        of_stages = self._stages, self.tied.uncounted() | self._uncounted
         across = across_ranks(backend, self._tracked, self._states, first_chunks, *of_stages)
         memory = Memory(*scalars, partials, host_partials, first_chunks, across)
         gauge = CudaGauge(cast("CudaBackend", backend)) if backend.device.type == "cuda" else None
@@ -438,7 +452,8 @@ class AdamW(torch.optim.Optimizer):
             self._forward_hooks.close()
         if self._fence is not None:
             self._fence.close()
-        self._watch = WeightWatch(self._tracked, self._executor.wait_for_all, self._places.root)
+        watched = self._tracked if self._by_hooks else []
+        self._watch = WeightWatch(watched, self._executor.wait_for_all, self._places.root if watched else None)
         self._fence = WeightFence(self._executor, self._watch, self._tracked, layers) if self._fenced else None
         summed = {r.name for b in self._summed for r in self._states[b].bucket.ranges}
         leave = None if self._fence is None else self._fence.leave
@@ -452,7 +467,7 @@ class AdamW(torch.optim.Optimizer):
             self._sharded = Sharded(groups, self._tracked, layers, self._executor, self._grad_hooks)
         self._forward_hooks = None
         root, fence = self._places.root, self._fence
-        if root is not None and (self._overlap or fence is not None):
+        if root is not None and self._by_hooks and (self._overlap or fence is not None):
             use = self._executor.wait_for_params if fence is None else fence.enter
             leave_root = None if fence is None else fence.raise_all
             in_ddp = self._grad_hooks.in_ddp
@@ -489,11 +504,14 @@ class AdamW(torch.optim.Optimizer):
 
     @_disable_dynamo
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, gradient_scale: torch.Tensor | None = None) -> Any:
         """Update every parameter that has a gradient; a parameter without one keeps its state and its step count.
 
         Args:
             closure: evaluated once, with gradients enabled, before the update; its result is returned.
+            gradient_scale: float32 [] or [1] on the parameters' device; every gradient is multiplied by it first, and
+                norm and clipping are those of the products. A clip coefficient that is computed elsewhere goes here,
+                with `max_grad_norm` 0. The host does not read it.
 
         Raises:
             ModelError: a replaced parameter, or a gradient of a kind that cannot be stepped. Nothing has been changed
@@ -503,15 +521,16 @@ class AdamW(torch.optim.Optimizer):
         if self._stages is not None:
             require_one_scale(self, self._stages)
         self._scaled = self._scaling()[1] is not None
+        scale = checked_scale(gradient_scale, self.backend.device)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._step()
+        self._step(scale)
         return loss
 
     @unfenced
-    def _step(self) -> None:
+    def _step(self, scale: torch.Tensor | None) -> None:
         check_members(self.param_groups, self._tracked)
         self._waiting = [t for t in self._waiting if is_away(t.parameter)]
         if self._waiting:
@@ -531,7 +550,7 @@ class AdamW(torch.optim.Optimizer):
         gradients = {t.name: gradient_of(t) for t in waiting}
         self._executor.check(gradients)
         if gradients or self._grad_hooks.taken:
-            self._issue(waiting, gradients)
+            self._issue(waiting, gradients, scale)
         elif self._grad_hooks.used_only():
             raise ModelError(
                 "step() without a new gradient",
@@ -543,7 +562,9 @@ class AdamW(torch.optim.Optimizer):
             self._memory.device_scalars.norm.data.zero_()
             self._memory.device_scalars.skip.data.zero_()
 
-    def _issue(self, waiting: Sequence[ParamRecord], gradients: Mapping[str, torch.Tensor]) -> None:
+    def _issue(
+        self, waiting: Sequence[ParamRecord], gradients: Mapping[str, torch.Tensor], scale: torch.Tensor | None
+    ) -> None:
         """Issue the step proper.
 
         Interrupted, by Ctrl-C or a failed kernel, it leaves some buckets stepped and others not.
@@ -556,7 +577,7 @@ class AdamW(torch.optim.Optimizer):
             elif gradients:
                 self._grad_hooks.hand_over_all(waiting, gradients)
             stepped = list(gradients) if stays else list(self._grad_hooks.taken)
-            clipping = self._grad_hooks.clipping(self.max_grad_norm, *self._scaling())
+            clipping = self._grad_hooks.clipping(self.max_grad_norm, *self._scaling(), scale)
             self._executor.step(self.param_groups, clipping)
             if clipping.overflow_out is not None:
                 self.step_scalars()  # the scaler reads its flag next, without asking for it
@@ -564,7 +585,9 @@ class AdamW(torch.optim.Optimizer):
                 self._empty_parts.step(stepped, self._memory.device_scalars.skip)
             torch.autograd.graph.increment_version([self._by_name[name].parameter for name in stepped])
             self._grad_hooks.mark(Where.USED)
-            if stays or self._forward_hooks is None:
+            if self._borrowed is Borrowed.TAKEN:
+                self._borrowed = Borrowed.STEPPED
+            if stays or (self._by_hooks and self._forward_hooks is None):
                 self._executor.wait_for_all()
         except BaseException:
             self.backend.drain()
@@ -784,6 +807,52 @@ class AdamW(torch.optim.Optimizer):
         self._executor.torn = False
         self.backend.synchronise()
 
+    @_disable_dynamo
+    @unfenced
+    @torch.no_grad()
+    def state_of(self, name: str) -> dict[str, torch.Tensor]:
+        """Return a copy of one parameter's state: what `state_dict()["state"][name]` is.
+
+        Raises:
+            ModelError: an unknown name; a step was interrupted.
+        """
+        self._access.require(name)
+        self._settle()
+        return self._access.read(name)
+
+    def step_count(self, name: str) -> int:
+        """Return the number of steps of a parameter. It waits for the last step. Raises ModelError."""
+        self._access.require(name)
+        self._settle()
+        return self._access.count(name)
+
+    @_disable_dynamo
+    @unfenced
+    @torch.no_grad()
+    def set_state_of(self, name: str, values: Mapping[str, Any]) -> None:
+        """Replace some of one parameter's state; the rest stays. All of it is checked before anything is changed.
+
+        Args:
+            name: of the parameter.
+            values: any of step (a whole number), exp_avg, exp_avg_sq and, for 16-bit weights, master: float32 of the
+                parameter's shape. A weight that is not the rounded master is set to it.
+
+        Raises:
+            ModelError: an unknown name; a step was interrupted. CheckpointError: another key, shape or dtype.
+        """
+        self._access.require(name)
+        self._settle()
+        entry = self._access.merged(name, values)
+        self._readers.wait()
+        self._executor.torn = True  # until all of it is written
+        self._access.write(name, entry)
+        self._executor.forget_step_bound()
+        self._executor.state_changed()
+        self._watch.remember([self._by_name[name]])
+        self._unchanged = False
+        self._executor.torn = False
+        self.backend.synchronise()
+
     def _checked(self, given: Mapping[str, Any]) -> tuple[Mapping[str, Mapping[str, Any]], list[dict[str, Any]]]:
         """Return the state by this optimizer's names, and what the groups set. Raises CheckpointError."""
         state, groups = self._in_my_names(*saved_parts(given))
@@ -857,6 +926,66 @@ class AdamW(torch.optim.Optimizer):
         """
         self._grad_hooks.add_up_tied()
 
+    @_disable_dynamo
+    @unfenced
+    @torch.no_grad()
+    def take_gradient(self, name: str, gradient: torch.Tensor, *, last: bool = True, borrowed: bool = False) -> None:
+        """Take the final gradient of a parameter from whoever owns it, instead of from `.grad`.
+
+        It is offloaded at once, on the current stream: what has made it comes before on that stream. Call `step` when
+        all gradients are taken; those that are in `.grad` by then are stepped with as well.
+
+        Args:
+            name: of the parameter.
+            gradient: contiguous, with as many elements as the parameter, fp32, bf16 or fp16, on its device. A dtype
+                other than that of the parameter is `grad_dtype` of the optimizer.
+            last: False: more microbatches come, whose gradients are accumulated on the host (`gradients="host"`).
+            borrowed: the memory stays the owner's, who calls `wait_for_gradients` before overwriting it. Otherwise it
+                is kept alive until it has been read.
+
+        Raises:
+            ModelError: an unknown name; a gradient of another size or kind, or taken already; `overlap=False`.
+            OrderingError: new weights were not waited for before they were used; or gradients that were borrowed for
+                the step before may still be read, because `wait_for_gradients` was not called.
+        """
+        self._access.require(name)
+        if not self._overlap:
+            raise ModelError("take_gradient() with overlap=False", fix="leave overlap out, or set .grad")
+        if borrowed and self._borrowed is Borrowed.STEPPED:
+            raise OrderingError(
+                f"the gradient of {name!r} is borrowed while those of the last step may still be read",
+                why="wait_for_gradients() was not called since then, so the owner may have overwritten them too early",
+                fix="call wait_for_gradients() before gradients are cleared or written",
+            )
+        self._executor.require_used(name)
+        self._grad_hooks.take(name, gradient, last=last, borrowed=borrowed)
+        if borrowed:
+            self._borrowed = Borrowed.TAKEN
+
+    @property
+    def gradients_taken(self) -> frozenset[str]:
+        """Return the names of the parameters whose gradients have been offloaded for the step to come."""
+        return frozenset(self._grad_hooks.taken)
+
+    @_disable_dynamo
+    @unfenced
+    def wait_for_gradients(self) -> None:
+        """Make the current stream wait until gradients that were borrowed have been read. The host does not wait.
+
+        Afterwards their owner may overwrite them on this stream.
+
+        Raises:
+            OrderingError: no step has been made with them yet.
+        """
+        if self._borrowed is Borrowed.TAKEN:
+            raise OrderingError(
+                "gradients that were borrowed are given back before the step",
+                why="some of them are read by the step alone",
+                fix="call step() first, or discard_gradients() to make no step with them",
+            )
+        self._executor.wait_for_gradients()
+        self._borrowed = Borrowed.NONE
+
     @unfenced
     def _abandon(self) -> None:
         """Mark offloaded gradients as lost, because backward was interrupted."""
@@ -868,6 +997,8 @@ class AdamW(torch.optim.Optimizer):
         """Forget the gradients that have been offloaded; `zero_grad` does this as well."""
         self._executor.discard()
         self._grad_hooks.forget()
+        if self._borrowed is Borrowed.TAKEN:
+            self._borrowed = Borrowed.NONE
 
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -900,17 +1031,35 @@ class AdamW(torch.optim.Optimizer):
         self._executor.wait_for_all()
         self._executor.synchronise()
 
-    def wait_for_weights(self) -> None:
+    def wait_for_weights(self, names: Iterable[str] | None = None) -> None:
         """Make the current stream wait for every new weight, and reload offloaded ones until their layers have run.
 
         The host does not wait.
 
         Hooks do this by layer, and the fence for whatever else reads a weight. Call it before the replay of a CUDA
-        graph on another stream, before weights are read by their addresses, and with `fence=False` before any read.
+        graph on another stream, before weights are read by their addresses, and with `fence=False` or `waits="manual"`
+        before any read.
+
+        Args:
+            names: wait for the layers of these parameters only; they are not offloaded.
+
+        Raises:
+            ModelError: an unknown name, or a weight that is offloaded.
         """
+        if names is not None:
+            self._wait_for_names(list(names))
+            return
         self._executor.wait_for_weights()
         if not self.backend.capturing():
             self.backend.follow_compute()  # earlier weights were perhaps waited for on another stream
+
+    @unfenced
+    def _wait_for_names(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._access.require(name)
+            if name in self._executor.fetched:
+                raise ModelError(f"weight {name!r} is offloaded", fix="wait_for_weights() without names reloads it")
+        self._executor.before_read(names)
 
     def arrive(self) -> None:
         """Do the same as `wait_for_weights`, under its old name."""

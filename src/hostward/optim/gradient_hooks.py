@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
+from enum import Enum
 from typing import Protocol
 
 import torch
@@ -69,6 +70,17 @@ def _unfit(t: ParamRecord) -> ModelError:
     )
 
 
+class Borrowed(Enum):
+    """Says what became of gradients that lie in memory of others, who overwrite it for the next step."""
+
+    NONE = "none"
+    """None has been taken since their owner was told that all of them had been read."""
+    TAKEN = "taken"
+    """Some have been taken; the step that reads the rest of them comes."""
+    STEPPED = "stepped"
+    """The step is issued, and may still read them."""
+
+
 class Taker(Protocol):
     """Receives gradients that are offloaded from `.grad`."""
 
@@ -80,8 +92,11 @@ class Taker(Protocol):
     def grad_made(self) -> None:
         """Record that backward made or added to a gradient on the current stream. It stays in `.grad` for now."""
 
-    def offload_gradient(self, name: str, gradient: torch.Tensor, *, last: bool = True) -> None:
-        """Offload a parameter's gradient, which is contiguous. `last`: no further microbatch is known to come."""
+    def offload_gradient(self, name: str, gradient: torch.Tensor, *, last: bool = True, borrowed: bool = False) -> None:
+        """Offload a parameter's gradient, which is contiguous.
+
+        `last`: no further microbatch is known to come. `borrowed`: its memory is somebody else's.
+        """
 
     def offload_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Call `offload_gradient` for each of these gradients, which are all final."""
@@ -251,6 +266,37 @@ class GradientHooks:
             self._put_placeholder(t, gradients[t.name].dtype)
         self._taker.offload_gradients(gradients)
 
+    def take(self, name: str, gradient: torch.Tensor, *, last: bool, borrowed: bool) -> None:
+        """Offload a gradient that never was in `.grad`.
+
+        Raises:
+            ModelError: its size, kind or dtype does not fit the parameter, or the parameter's gradient is there.
+        """
+        t = self._by_name[name]
+        if gradient.numel() != t.local.numel() or not gradient.is_contiguous():
+            raise ModelError(
+                f"the gradient for {name!r} has shape {tuple(gradient.shape)} and strides {gradient.stride()}",
+                why=f"the parameter's part in this process has shape {tuple(t.local.shape)}",
+                fix="give a contiguous gradient of as many elements",
+            )
+        if gradient.layout is not torch.strided or gradient.dtype not in DTYPES or gradient.device != t.local.device:
+            raise ModelError(
+                f"the gradient for {name!r} is {gradient.dtype}, {gradient.layout}, on {gradient.device}",
+                why="the step takes dense fp32, bf16 or fp16 gradients on the parameter's own device",
+                fix="make it dense, and move it there",
+            )
+        held = t.parameter.grad
+        if name in self.taken and name in self.summed:
+            self._taker.flush(name)
+        elif name in self.taken or (held is not None and not isinstance(held, OffloadedGrad)):
+            raise ModelError(
+                f"a second gradient for {name!r} in one step",
+                why="the first one was taken" if name in self.taken else "there is one in .grad",
+                fix="add them up first, or call discard_gradients() to begin anew",
+            )
+        self._put_placeholder(t, gradient.dtype)
+        self._taker.offload_gradient(name, gradient.detach().view(-1), last=last, borrowed=borrowed)
+
     def _put_placeholder(self, t: ParamRecord, dtype: torch.dtype) -> None:
         name, parameter = t.name, t.parameter
         if name not in self._hooked:
@@ -303,9 +349,17 @@ class GradientHooks:
             )
         return found
 
-    def clipping(self, max_norm: float, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> Clipping:
-        """Return what scales this step's gradients: the norm's limit, and a gradient scaler's factors and flags."""
-        clipping = Clipping(max_norm, None if grad_scale is None else grad_scale.reciprocal(), found_inf)
+    def clipping(
+        self,
+        max_norm: float,
+        grad_scale: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
+        scale: torch.Tensor | None = None,
+    ) -> Clipping:
+        """Return what scales this step's gradients: the norm's limit, a gradient scaler's factors, and `scale`."""
+        clipping = Clipping(max_norm, scale if grad_scale is None else grad_scale.reciprocal(), found_inf)
+        if grad_scale is not None and scale is not None and clipping.inv_scale is not None:
+            clipping.inv_scale = clipping.inv_scale * scale
         for flag, inverse in self.unscaled:
             # The scaler could not look at offloaded gradients: it reads the norm's verdict from its flag.
             clipping.overflow_out = flag

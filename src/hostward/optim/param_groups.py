@@ -228,6 +228,51 @@ def check_count(name: str, value: object) -> None:
         raise ConfigError(f"{name} must be a whole number >= 1, got {value!r}", fix="None: by this machine's means")
 
 
+def checked_waits(value: object) -> bool:
+    """Return whether forward waits for weights by hooks. Raises ConfigError."""
+    if value not in ("hooks", "manual"):
+        fix = '"hooks" lets forward wait by itself, "manual" leaves it to wait_for_weights(names)'
+        raise ConfigError(f'waits must be "hooks" or "manual", got {value!r}', fix=fix)
+    return value == "hooks"
+
+
+def checked_uncounted(names: Collection[str], stages: object) -> frozenset[str]:
+    """Return the names that another process counts. Raises ConfigError where there is no other process."""
+    if isinstance(names, str):
+        raise ConfigError(f"uncounted={names!r} is one text", fix=f"uncounted=[{names!r}]")
+    if names and stages is None:
+        raise ConfigError(
+            "uncounted=... without stages=...",
+            why="no other process would count these gradients",
+            fix="say stages= too, or leave uncounted= out",
+        )
+    return frozenset(names)
+
+
+def require_names(option: str, names: Collection[str], tracked: Sequence[ParamRecord]) -> None:
+    """Raise ModelError for a name that no parameter has."""
+    unknown = sorted(set(names) - {t.name for t in tracked})
+    if unknown:
+        raise ModelError(
+            f"{option}={unknown[0]!r} is no parameter of this optimizer",
+            fix="give the names that the parameters were given with",
+        )
+
+
+def checked_scale(scale: object, device: torch.device) -> torch.Tensor | None:
+    """Return a factor of all gradients as float32 [1] on the device. Raises ConfigError for anything else."""
+    if scale is None:
+        return None
+    if not isinstance(scale, torch.Tensor):
+        raise ConfigError(f"gradient_scale={scale!r} is no tensor", fix=f"torch.tensor({scale!r}, device={device})")
+    if scale.numel() != 1 or scale.dtype is not torch.float32 or scale.device != device:
+        raise ConfigError(
+            f"gradient_scale is {scale.dtype} {tuple(scale.shape)} on {scale.device}",
+            fix=f"float32, one element, on {device}",
+        )
+    return scale.detach().reshape(1)
+
+
 def is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 

@@ -159,6 +159,22 @@ class StateAccess:
                 views["master"].copy_(piece.to(torch.float32))
             _refresh_host_weight(state, index, piece)
 
+    def merged(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state of a parameter with some of it replaced.
+
+        Raises:
+            CheckpointError: a key that the state does not have, or a value of another shape or dtype.
+        """
+        entry = self.read(name)
+        unknown = sorted(values.keys() - entry.keys())
+        if unknown:
+            raise CheckpointError(
+                f"the state of {name!r} has no {unknown[0]!r}", fix=f"give some of: {', '.join(entry)}"
+            )
+        merged = {**entry, **values}
+        self._check_entry(name, merged)
+        return merged
+
     def check(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         """Raise CheckpointError unless `saved` has the entries, shapes and dtypes of every tracked parameter."""
         for name, tracked in self._tracked.items():
@@ -172,20 +188,25 @@ class StateAccess:
                     why="it is of another model, or of one with other weight dtypes",
                     fix="load a state of the same model and params_dtype",
                 )
-            if not _is_count(entry["step"]):
+            self._check_entry(name, entry)
+
+    def _check_entry(self, name: str, entry: Mapping[str, Any]) -> None:
+        """Raise CheckpointError unless the values have the parameter's shape, in the dtypes of a state."""
+        tracked = self._tracked[name]
+        if not _is_count(entry["step"]):
+            raise CheckpointError(
+                f"step of parameter {name!r} is {entry['step']!r} in the saved state, expected a whole number >= 0",
+                fix="load what AdamW.state_dict() returned",
+            )
+        for role in (role for role in (*_ROLES, "master") if role in entry):
+            value, shape = entry[role], tracked.parameter.shape
+            if not isinstance(value, torch.Tensor) or value.shape != shape or value.dtype is not torch.float32:
+                found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value)
                 raise CheckpointError(
-                    f"step of parameter {name!r} is {entry['step']!r} in the saved state, expected a whole number >= 0",
-                    fix="load what AdamW.state_dict() returned",
+                    f"{role} of parameter {name!r} is {found} in the saved state, expected float32 {tuple(shape)}",
+                    fix="load a state of the same model",
                 )
-            for role in wanted[1:]:
-                value, shape = entry[role], tracked.parameter.shape
-                if not isinstance(value, torch.Tensor) or value.shape != shape or value.dtype is not torch.float32:
-                    found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value)
-                    raise CheckpointError(
-                        f"{role} of parameter {name!r} is {found} in the saved state, expected float32 {tuple(shape)}",
-                        fix="load a state of the same model",
-                    )
-                tracked.part_of(value)
+            tracked.part_of(value)
 
 
 def _is_count(value: object) -> bool:

@@ -289,7 +289,7 @@ class StepExecutor:
         self._sync.makers.add(stream)
 
     @serialised
-    def offload_gradient(self, name: str, gradient: torch.Tensor, *, last: bool = True) -> None:
+    def offload_gradient(self, name: str, gradient: torch.Tensor, *, last: bool = True, borrowed: bool = False) -> None:
         """Offload a gradient that is final, or that of a microbatch.
 
         Once the bucket has all of its gradients, its gradient trigger comes.
@@ -297,6 +297,7 @@ class StepExecutor:
         Args:
             gradient: of the parameter `name`, contiguous.
             last: no further microbatch is known to come.
+            borrowed: its memory is somebody else's.
 
         Raises:
             ModelError: gradients of one bucket differ in dtype.
@@ -310,7 +311,7 @@ class StepExecutor:
         if not copied_out or self._sync.made_on or copied_out.isdisjoint(b for b, *_ in parts):
             copied_out = frozenset()
             self._held[name] = gradient
-        self._offload_parts(gradient, parts, streams, last=last, copied_out=copied_out)
+        self._offload_parts(gradient, parts, streams, last=last, copied_out=copied_out, borrowed=borrowed)
 
     @serialised
     def offload_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
@@ -361,6 +362,7 @@ class StepExecutor:
         *,
         last: bool,
         copied_out: Set[int] = frozenset(),
+        borrowed: bool = False,
     ) -> None:
         refill = self._backend.refill
         for b, i, span in parts:
@@ -368,7 +370,9 @@ class StepExecutor:
             if bucket.phase in SENT:
                 self._reopen(bucket)
             part = gradient if span is None else gradient.view(-1)[span]
-            refill(self._gradients[b][i], part.clone() if b in copied_out else part)
+            buffer = self._gradients[b][i]
+            refill(buffer, part.clone() if b in copied_out else part)
+            buffer.borrowed = borrowed and b not in copied_out
             bucket.accept(i, streams)
             if bucket.complete:
                 self._send(bucket, last=last)
@@ -453,6 +457,18 @@ class StepExecutor:
         # What has been read stays in its staging buffers, and counts for the step that follows.
         self._points = self._schedules.points()  # an interrupted step may have left those without absent buckets
 
+    @serialised
+    def wait_for_gradients(self) -> None:
+        """Make the current stream wait for everything that reads the gradients of the last step from device memory."""
+        backend = self._backend
+        # Those of host buckets were waited for before the step, and device buckets are stepped on the compute stream.
+        held = [b for b in self._buckets if b.placement is Placement.STREAMED and b.phase is BucketPhase.STEPPED]
+        waits = [self._bindings.events[f"step/{bucket.index}"] for bucket in held]
+        stream = None if backend.at_compute() else backend.caller_stream()
+        read = backend.mark("offload/gradients/read", Lane.COMPUTE, waits=waits).issue()
+        if stream is not None:
+            backend.wait_on_stream(stream, [read])
+
     def _send(self, bucket: BucketStep, *, last: bool = True) -> None:
         """Send the gradients of a bucket, all of which are there, or no more of which will come."""
         if bucket.unsent:
@@ -507,6 +523,7 @@ class StepExecutor:
         for bucket in dropped:
             for buffer in self._gradients[bucket.index]:
                 buffer.point_to(nothing)
+                buffer.borrowed = False
             for name in self._map.names[bucket.index]:
                 held.pop(name, None)
 

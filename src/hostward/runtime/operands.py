@@ -31,10 +31,11 @@ class Buffer:
 
     `data` is a contiguous tensor that `point_to` sets, and `address` its address at that time: asking the tensor again
     would cost a work more than all else it does. `resized`: the storage is freed and allocated again, so the tensor has
-    to be asked. `pinned`: the host pages are pinned, or would be on a machine with a GPU.
+    to be asked. `pinned`: the host pages are pinned, or would be on a machine with a GPU. `borrowed`: the memory is
+    somebody else's, who goes on using it.
     """
 
-    __slots__ = ("address", "data", "owner", "pinned", "resized", "tier")
+    __slots__ = ("address", "borrowed", "data", "owner", "pinned", "resized", "tier")
 
     if TYPE_CHECKING:
 
@@ -49,6 +50,7 @@ class Buffer:
         self.owner = owner
         self.pinned = pinned
         self.resized = resized
+        self.borrowed = False
         self.point_to(data)
 
     def point_to(self, tensor: torch.Tensor) -> None:

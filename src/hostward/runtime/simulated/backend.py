@@ -297,7 +297,7 @@ class SimulatedBackend(Backend):
         self, buffers: Sequence[Buffer], lane: Lane, *, waits: Sequence[Event] = (), done: Event | None = None
     ) -> Work:
         def enqueue() -> Operation:
-            tensors = [b.data for b in buffers]
+            tensors = [b.data for b in buffers if not b.borrowed]
 
             def run() -> None:
                 for tensor in tensors:

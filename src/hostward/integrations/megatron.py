@@ -1,0 +1,827 @@
+"""Step the parameters of Megatron-Core by hostward where its flags ask for the hybrid optimizer.
+
+    hostward.integrations.megatron.use()                     # the line to add, before get_megatron_optimizer
+    optimizer = get_megatron_optimizer(config, model_chunks)
+
+Flags keep their meaning: `optimizer_cpu_offload`, `optimizer_offload_fraction`, `overlap_cpu_optimizer_d2h_h2d`,
+`pin_cpu_grads`, `pin_cpu_params`, `use_torch_optimizer_for_cpu_offload`, `clip_grad`. No file of Megatron is changed:
+`use` replaces names that `megatron.core.optimizer` looks up when it makes an optimizer, and the bucket groups of
+Megatron's data parallelism tell when gradients are reduced and when weights are about to be gathered.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from hostward.errors import ConfigError, ModelError, OrderingError, UnknownNameError
+from hostward.optim.adamw import OPTIONS, AdamW
+
+if TYPE_CHECKING:
+    _Hybrid: Any = torch.optim.Optimizer
+    _Chain: Any = object
+else:
+    try:
+        from megatron.core.optimizer import ChainedOptimizer as _Chain
+        from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer as _Hybrid
+    except ImportError as error:
+        raise ConfigError(
+            "hostward.integrations.megatron without megatron-core", why=str(error), fix="pip install megatron-core"
+        ) from error
+
+log = logging.getLogger("hostward")
+
+HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
+FROM_FLAGS: Mapping[str, str] = {
+    "lr": "lr",
+    "betas": "adam_beta1, adam_beta2",
+    "eps": "adam_eps",
+    "weight_decay": "weight_decay",
+    "offload_fraction": "optimizer_offload_fraction",
+    "max_grad_norm": "clip_grad",
+    "overlap": "overlap_cpu_optimizer_d2h_h2d",
+    "pin_gradients": "pin_cpu_grads",
+    "pin_weights": "pin_cpu_params",
+    "use_torch_optimizer": "use_torch_optimizer_for_cpu_offload",
+}
+"""Options of `hostward.AdamW` that flags of Megatron say, and which."""
+FROM_MEGATRON = ("params", "module", "stages", "tied", "uncounted", "waits", "fence", "grad_dtype", "gradients", "plan")
+"""Options of `hostward.AdamW` that follow from how Megatron keeps weights and gradients."""
+REPLACED = (
+    ("megatron.core.optimizer", "HybridDeviceOptimizer"),
+    ("megatron.core.optimizer.distrib_optimizer", "HybridDeviceOptimizer"),
+    ("megatron.core.optimizer", "ChainedOptimizer"),
+    ("megatron.core.optimizer", "_get_megatron_optimizer_based_on_param_groups"),
+)
+"""Names that `use` replaces."""
+CALLED = (
+    ("megatron.core.distributed.param_and_grad_buffer", "_ParamAndGradBucketGroup.start_param_sync"),
+    ("megatron.core.distributed.param_and_grad_buffer", "_ParamAndGradBucketGroup.start_grad_sync"),
+    ("megatron.core.distributed.param_and_grad_buffer", "_ParamAndGradBucketGroup.finish_grad_sync"),
+    ("megatron.core.distributed", "DistributedDataParallel.zero_grad_buffer"),
+    ("megatron.core.distributed", "DistributedDataParallel.scale_gradients"),
+    ("megatron.core.optimizer.optimizer", "MegatronOptimizer.reload_model_params"),
+    ("megatron.core.optimizer.optimizer", "MegatronOptimizer.step_with_ready_grads"),
+    ("megatron.core.optimizer.optimizer", "MegatronOptimizer.prepare_grads"),
+)
+"""Methods by which Megatron tells what happens to weights and gradients; all have to be there."""
+_KEYS = {"master_param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+"""Names of an entry of the state: Megatron's, and hostward's."""
+
+
+@dataclass
+class Settings:
+    """Holds what `use` was called with, and what it replaced."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    clip: str = "hostward"
+    early_gradients: bool = True
+    originals: dict[tuple[str, str], Any] = field(default_factory=dict)
+
+
+_SETTINGS = Settings()
+"""Those of this process: Megatron makes its optimizers by names of modules, which are one for a process."""
+
+
+def use(*, clip: str = "hostward", early_gradients: bool = True, **options: Any) -> None:
+    """Let `get_megatron_optimizer` make hostward's step where `optimizer_cpu_offload` is set, from now on.
+
+    Args:
+        clip: "hostward": `clip_grad` is carried out within the step, by the norm over all optimizers of the chain.
+            "megatron": by Megatron's own functions, before the step.
+        early_gradients: offload gradients as soon as their bucket group is reduced, while backward goes on; needs
+            `overlap_grad_reduce`, `overlap_cpu_optimizer_d2h_h2d` and clip="hostward", and no loss scaler. Without
+            these they are offloaded at the step, with the same bits.
+        options: of `hostward.AdamW`: streamed_fraction, staging_bytes, host_threads, backend. What flags of Megatron
+            say is none of them.
+
+    Raises:
+        ConfigError: an option that a flag or Megatron itself says; a Megatron that lacks a name which is needed.
+        UnknownNameError: no option of `hostward.AdamW`.
+    """
+    if clip not in ("hostward", "megatron"):
+        raise ConfigError(f"clip={clip!r}", fix='clip="hostward" or clip="megatron"')
+    for name in options:
+        if name in FROM_FLAGS:
+            raise ConfigError(f"{name} as an option of use()", fix=f"the flag of Megatron: {FROM_FLAGS[name]}")
+        if name in FROM_MEGATRON:
+            raise ConfigError(
+                f"{name} as an option of use()",
+                why="it follows from how Megatron keeps weights and gradients",
+                fix=f"leave {name} out",
+            )
+        if name not in OPTIONS:
+            known = sorted(OPTIONS - FROM_FLAGS.keys() - set(FROM_MEGATRON))
+            raise UnknownNameError(f"use() has no option {name!r}", fix=f"one of {', '.join(known)}")
+    require_names()
+    _SETTINGS.options, _SETTINGS.clip, _SETTINGS.early_gradients = options, clip, early_gradients
+    for where, name in REPLACED:
+        _SETTINGS.originals.setdefault((where, name), getattr(importlib.import_module(where), name))
+    make = _SETTINGS.originals[REPLACED[-1]]
+
+    def made(*args: Any, **kwargs: Any) -> Any:
+        """Make a part of the chain, and note what it was made for."""
+        given = inspect.signature(make).bind(*args, **kwargs).arguments
+        require_supported(given["config"], given["model_chunks"])
+        part = make(*args, **kwargs)
+        if isinstance(getattr(part, "optimizer", None), OffloadedHybrid):
+            part.optimizer.owner, part.optimizer.chunks = part, list(given["model_chunks"])
+        return part
+
+    for (where, name), value in zip(REPLACED, (OffloadedHybrid, OffloadedHybrid, OffloadedChain, made), strict=True):
+        setattr(importlib.import_module(where), name, value)
+
+
+def stop_using() -> None:
+    """Let `get_megatron_optimizer` make Megatron's own optimizers again; those that were made stay as they are."""
+    for (where, name), value in _SETTINGS.originals.items():
+        setattr(importlib.import_module(where), name, value)
+
+
+def require_names() -> None:
+    """Raise ConfigError unless Megatron has all names that `use` needs."""
+    version = getattr(importlib.import_module("megatron.core"), "__version__", "of an unknown version")
+    for where, path in (*REPLACED, *CALLED):
+        found: Any = importlib.import_module(where)
+        for name in path.split("."):
+            found = getattr(found, name, None)
+        if found is None:
+            raise ConfigError(
+                f"megatron-core {version} has no {where}.{path}",
+                why="hostward's step is told by it what happens to weights and gradients",
+                fix="use megatron-core 0.16 to 0.19, or report this version",
+            )
+
+
+def require_supported(config: Any, chunks: Sequence[Any]) -> None:
+    """Raise ConfigError for what Megatron's flags ask and the step cannot do."""
+    if not config.optimizer_cpu_offload:
+        return
+    ddp = chunks[0].ddp_config
+
+    def refuse(what: str, why: str, fix: str) -> None:
+        raise ConfigError(f"{what} with hostward's step", why=why, fix=fix)
+
+    if config.optimizer != "adam":
+        refuse(f"optimizer={config.optimizer!r}", "it is AdamW", 'optimizer="adam", or leave optimizer_cpu_offload out')
+    if getattr(ddp, "use_megatron_fsdp", False):
+        refuse("Megatron-FSDP", "it moves weights and gradients itself", "PyTorch's fully_shard, or data_parallel")
+    for flag in ("fp8_param_gather", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"):
+        if getattr(ddp, flag, False) or getattr(config, flag, False):
+            refuse(flag, "the step writes fp32, bf16 and fp16 weights", f"leave {flag} out")
+    if getattr(config, "fp8_recipe", None) and getattr(config, "fp8", None):
+        refuse("fp8", "the step writes fp32, bf16 and fp16 weights", "leave fp8 out")
+    if getattr(ddp, "num_distributed_optimizer_instances", 1) > 1:
+        refuse("num_distributed_optimizer_instances > 1", "each instance has the same shards", "one instance")
+    kept = {"exp_avg_dtype": torch.float32, "exp_avg_sq_dtype": torch.float32, "main_params_dtype": torch.float32}
+    for flag, dtype in kept.items():
+        if getattr(config, flag, dtype) is not dtype:
+            refuse(f"{flag}={getattr(config, flag)}", "state is kept in fp32", f"{flag}=torch.float32")
+    if config.clip_grad and config.clip_grad < 0:
+        refuse(f"clip_grad={config.clip_grad}", "a limit is positive", "clip_grad=0: no clipping")
+
+
+class OffloadedHybrid(_Hybrid):  # type: ignore[misc]
+    """Stands where Megatron makes its HybridDeviceOptimizer: one part of a chain, stepped by `Offloading`.
+
+    It keeps Megatron's parameter groups, whose tensors are the weights or shards of them. Its state is read and written
+    by Megatron entry by entry; nothing is kept here.
+    """
+
+    owner: Any = None
+    """The MegatronOptimizer that has it; None for the first of two that a DistributedOptimizer makes."""
+
+    def __init__(self, params: Any, offload_fraction: float = 0.5, **kwargs: Any) -> None:
+        self.chunks: list[Any] = []
+        self.offloading: Offloading | None = None
+        defaults = {"offload_fraction": offload_fraction, **kwargs}
+        # Not that of Megatron's class, which copies every weight.
+        torch.optim.Optimizer.__init__(self, params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, with hyper-parameters and without flags: those would become part of checkpoints.
+
+        torch's own refuses shards of fp32 weights, which are views and no leaves.
+        """
+        group = dict(param_group)
+        held = group["params"]
+        group["params"] = [held] if isinstance(held, torch.Tensor) else list(held)
+        for key in HYPERPARAMETERS:
+            group.setdefault(key, self.defaults[key])
+        for key in self.defaults.keys() - set(HYPERPARAMETERS):
+            group.pop(key, None)
+        self.param_groups.append(group)
+
+    @property
+    def shared(self) -> Offloading:
+        """Return what steps this part; made at the first use, when Megatron has replaced weights by their shards."""
+        if self.offloading is None:
+            self.offloading = Offloading([self])
+        return self.offloading
+
+    # What Megatron calls.
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Step all parts of the chain, with the first part that is stepped."""
+        if closure is not None:
+            raise ConfigError("a closure for Megatron's optimizer", fix="run forward and backward before step()")
+        self.shared.step_part(self)
+
+    @property
+    def state(self) -> MutableMapping[Any, Any]:
+        return _State(self)
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        """Ignore what torch sets when it is made; there is no state here."""
+
+    @property
+    def sub_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return one optimizer whose state has the step count, which is read where Transformer Engine is installed."""
+        dummy = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(()))])
+        count = self.shared.count(self)
+        dummy.state[dummy.param_groups[0]["params"][0]] = {"step": torch.tensor(float(count))}
+        return [dummy]
+
+    def dummy_step(self) -> None:
+        """Do nothing: the state is there."""
+
+    def update_fp32_param_by_new_param(self) -> None:
+        """Take fp32 main weights anew from the weights."""
+        self.shared.take_anew(self)
+
+    def _sync_hdo_state_to_sub_optimizers(self) -> None:
+        self.shared.flush()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return groups and state by number, as torch's.
+
+        A DistributedOptimizer reads only step counts of it; others get the whole state.
+        """
+        numbers = {id(p): n for n, p in enumerate(p for group in self.param_groups for p in group["params"])}
+        groups = [{**group, "params": [numbers[id(p)] for p in group["params"]]} for group in self.param_groups]
+        step = {"step": torch.tensor(float(self.shared.count(self)))}
+        entries = {id(p): step for group in self.param_groups for p in group["params"]}
+        if not hasattr(self.owner, "model_param_group_index_map"):
+            entries = {key: {**self.shared.read(key), **step} for key in entries}
+        return {"state": {numbers[key]: entry for key, entry in entries.items()}, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned, or what Megatron's own optimizers saved."""
+        flags = self.defaults.keys() - set(HYPERPARAMETERS)
+        steps = {int(g["step"]) for g in state_dict["param_groups"] if g.get("step") is not None}
+        for mine, theirs in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            mine.update({k: v for k, v in theirs.items() if k not in ("params", "step") and k not in flags})
+        held = [p for group in self.param_groups for p in group["params"]]
+        for number, p in enumerate(held):
+            entry = dict(state_dict["state"].get(number, {}))
+            step = entry.pop("step", None)
+            if step is None and len(steps) == 1:
+                step = next(iter(steps))
+            self.shared.write(id(p), {**entry, **({} if step is None else {"step": step})})
+        self.shared.flush()
+
+
+class _State(MutableMapping[Any, Any]):
+    """What Megatron reads and writes as `optimizer.state`: an entry for each tensor of the groups."""
+
+    def __init__(self, part: OffloadedHybrid) -> None:
+        self._part = part
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([p for group in self._part.param_groups for p in group["params"]])
+
+    def __len__(self) -> int:
+        return sum(len(group["params"]) for group in self._part.param_groups)
+
+    def __getitem__(self, p: Any) -> _Entry:
+        return self._part.shared.entry(id(p))
+
+    def __setitem__(self, p: Any, values: Mapping[str, Any]) -> None:
+        self._part.shared.write(id(p), values)
+
+    def __delitem__(self, p: Any) -> None:
+        raise ModelError("a part of Megatron's optimizer state deleted", fix="make a new optimizer")
+
+    def __contains__(self, p: object) -> bool:
+        return any(p is held for held in self)
+
+
+class _Entry(dict[str, Any]):
+    """The state of one tensor: reads are copies, an assignment is written to the optimizer."""
+
+    def __init__(self, offloading: Offloading, key: int, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self._offloading, self._key = offloading, key
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        self._offloading.write(self._key, {name: value})
+
+
+class OffloadedChain(_Chain):  # type: ignore[misc]
+    """Stands where Megatron makes its ChainedOptimizer: all parts that are offloaded are stepped together."""
+
+    def __init__(self, chained_optimizers: list[Any]) -> None:
+        super().__init__(chained_optimizers)
+        parts = [getattr(each, "optimizer", None) for each in chained_optimizers]
+        found = [part for part in parts if isinstance(part, OffloadedHybrid)]
+        self.offloading = Offloading(found) if found else None
+
+    @torch.no_grad()
+    def step(self) -> tuple[bool, float | None, float | None]:
+        """Step once. Returns whether it was made, the norm before clipping, and the zeros in gradients if logged."""
+        offloading = self.offloading
+        if offloading is None or not offloading.clips:
+            return super().step()  # type: ignore[no-any-return]
+        if self.prepare_grads():
+            return False, None, None
+        zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
+        self.step_with_ready_grads()
+        norm = offloading.optimizer.grad_norm
+        return not offloading.optimizer.last_step_skipped, norm, zeros
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """One tensor that Megatron steps, and what it is to hostward."""
+
+    name: str
+    tensor: torch.Tensor
+    """The tensor in Megatron's parameter groups: a weight, a shard of one, or an fp32 copy of either."""
+    weight: torch.nn.Parameter
+    """The same memory as a leaf, for `hostward.AdamW`."""
+    model_param: torch.nn.Parameter
+    part: OffloadedHybrid
+    start: int
+    stop: int
+    """Its elements of the flat `model_param`."""
+
+
+class Offloading:
+    """One `hostward.AdamW` over all offloaded parts of a chain, and its place in Megatron's training step.
+
+    `optimizer` is made at the first use: by then Megatron has put shards in the place of weights.
+    """
+
+    live: ClassVar[weakref.WeakSet[Offloading]] = weakref.WeakSet()
+
+    def __init__(self, parts: Sequence[OffloadedHybrid]) -> None:
+        self._parts = list(parts)
+        for part in parts:
+            part.offloading = self
+        self._settings = Settings(dict(_SETTINGS.options), _SETTINGS.clip, _SETTINGS.early_gradients)
+        self._made: AdamW | None = None
+        self._shards: dict[int, _Shard] = {}
+        self._names_of: dict[int, str] = {}
+        """Names by the id of the model's parameter."""
+        self._of_param: dict[int, list[_Shard]] = {}
+        """Shards by the id of the model's parameter."""
+        self._written: dict[int, dict[str, Any]] = {}
+        """State that was assigned and is not written to the optimizer yet."""
+        self._read: list[tuple[int, dict[str, torch.Tensor], dict[str, int]]] = []
+        """Entries that were handed out, with the versions of their tensors: Megatron copies into some of them."""
+        self._versions: dict[int, int] = {}
+        self._left_to_step: set[int] = set()
+        self._scale: dict[int, Any] = {}
+        """Factors by which Megatron scales gradients that were taken already, by model chunk."""
+        self._reduced = _Streams(next(self.chunks[0].parameters()).device)
+        self.live.add(self)
+        for chunk in self.chunks:
+            self._follow(chunk)
+        for part in parts:
+            if part.owner is not None:
+                self._follow_loads(part)
+
+    # ---------------------------------------------------------------- facts
+
+    @property
+    def config(self) -> Any:
+        return self._parts[0].owner.config
+
+    @property
+    def chunks(self) -> list[Any]:
+        return list({id(chunk): chunk for part in self._parts for chunk in part.chunks}.values())
+
+    @property
+    def clips(self) -> bool:
+        """Return whether norm and clipping are part of the step."""
+        return self._settings.clip == "hostward"
+
+    @property
+    def early(self) -> bool:
+        """Return whether gradients are offloaded when their bucket group is reduced."""
+        flags = self.chunks[0].ddp_config
+        scaled = any(getattr(part.owner, "grad_scaler", None) is not None for part in self._parts)
+        asked = self._settings.early_gradients and self.clips and flags.overlap_grad_reduce
+        return bool(asked and self._parts[0].defaults.get("overlap_cpu_optimizer_d2h_h2d") and not scaled)
+
+    @property
+    def optimizer(self) -> AdamW:
+        """Return the optimizer that makes the step; its `plan` says where each bucket's state is."""
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+    @property
+    def steps_weights(self) -> bool:
+        """Return whether it steps what is gathered, and not fp32 copies or weights that forward reads at once."""
+        config = self.config
+        return bool(config.use_distributed_optimizer and config.use_precision_aware_optimizer_no_fp8_or_ds_fp8)
+
+    # ---------------------------------------------------------------- construction
+
+    def _make(self) -> AdamW:
+        self._name_parameters()
+        groups, defaults = [], self._parts[0].defaults
+        for part in self._parts:
+            whole = _whole_of(part)
+            for group in part.param_groups:
+                named = []
+                for tensor in group["params"]:
+                    model_param, start, stop = whole[id(tensor)]
+                    name = self._names_of[id(model_param)]
+                    weight = torch.nn.Parameter(tensor.detach())
+                    shard = _Shard(name, tensor, weight, model_param, part, start, stop)
+                    self._shards[id(tensor)] = shard
+                    self._of_param.setdefault(id(model_param), []).append(shard)
+                    named.append((name, weight))
+                if named:
+                    groups.append({"params": named, **{key: group[key] for key in HYPERPARAMETERS}})
+        stages, uncounted = self._counting()
+        made = AdamW(
+            groups,
+            offload_fraction=defaults["offload_fraction"],
+            overlap=bool(defaults.get("overlap_cpu_optimizer_d2h_h2d", True)),
+            pin_gradients=bool(defaults.get("pin_cpu_grads", True)),
+            pin_weights=bool(defaults.get("pin_cpu_params", True)),
+            use_torch_optimizer=bool(self.config.use_torch_optimizer_for_cpu_offload),
+            max_grad_norm=self.config.clip_grad if self.clips else None,
+            grad_dtype=self._gradient_dtype(),
+            stages=stages,
+            uncounted=uncounted,
+            waits="manual",
+            **self._settings.options,
+        )
+        self._remember()
+        return made
+
+    def _name_parameters(self) -> None:
+        chunks = self.chunks
+        for number, chunk in enumerate(chunks):
+            before = f"chunk{number}." if len(chunks) > 1 else ""
+            for name, p in chunk.named_parameters():
+                while name.startswith("module."):
+                    name = name.removeprefix("module.")
+                self._names_of.setdefault(id(p), before + name)
+
+    def _gradient_dtype(self) -> torch.dtype | None:
+        """Return the dtype of gradients where it is not that of the weights. Raises ConfigError for several."""
+        if not self.steps_weights:
+            return None  # fp32 copies have fp32 gradients
+        pairs = {(s.model_param.main_grad.dtype, s.weight.dtype) for s in self._shards.values()}  # type: ignore[attr-defined]
+        if all(gradient is weight for gradient, weight in pairs):
+            return None
+        dtypes = {gradient for gradient, _ in pairs}
+        if len(dtypes) > 1:
+            raise ConfigError(
+                f"gradients in {len(dtypes)} dtypes",
+                why="those of 16-bit weights are added up in one, or in that of each weight",
+                fix="DistributedDataParallelConfig(grad_reduce_in_fp32=True)",
+            )
+        dtype: torch.dtype = dtypes.pop()
+        return dtype
+
+    def _counting(self) -> tuple[dist.ProcessGroup | None, list[str]]:
+        """Return the processes over which the norm is, and the names that others of them count."""
+        if not self.clips or not dist.is_initialized():
+            return None, []
+        from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+        from megatron.core.transformer.module import param_is_not_shared
+
+        owners = [part.owner for part in self._parts]
+        groups = [owner.get_grad_stats_parallel_group() for owner in owners]
+        together = all(group is groups[0] for group in groups)
+        uncounted = []
+        for shard in self._shards.values():
+            owner = shard.part.owner
+            counts = param_is_not_shared(shard.tensor)
+            counts = counts and param_is_not_tensor_parallel_duplicate(shard.tensor, getattr(owner, "tp_group", None))
+            if not together:  # without a distributed optimizer experts have other replicas than the rest
+                chunk = next(c for c in shard.part.chunks if any(p is shard.model_param for p in c.parameters()))
+                expert = not getattr(shard.model_param, "allreduce", True)
+                counts = counts and (chunk.expt_dp_group if expert else chunk.dp_cp_group).rank() == 0
+            if not counts:
+                uncounted.append(shard.name)
+        return (groups[0] if together else dist.group.WORLD), uncounted
+
+    # ---------------------------------------------------------------- gradients and weights of model chunks
+
+    def _follow(self, chunk: Any) -> None:
+        """Be told by a model chunk when gradients are cleared or scaled, and by its bucket groups of the rest."""
+        _before(chunk, "zero_grad_buffer", self._before_clearing)
+        if hasattr(chunk, "offload_grad_buffers"):
+            _before(chunk, "offload_grad_buffers", self._before_clearing)
+        scale = chunk.scale_gradients
+
+        def scaled(scaling_factor: Any) -> None:
+            if self._made is not None and self._made.gradients_taken:
+                self._scale[id(chunk)] = scaling_factor  # within the step, for those that have left
+            else:
+                scale(scaling_factor)
+
+        chunk.scale_gradients = scaled
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            self._follow_group(group)
+
+    def _follow_group(self, group: Any) -> None:
+        held = [p for bucket in group.buckets for p in bucket.params_list]
+        if self.config.use_distributed_optimizer:
+            _before(group, "start_param_sync", lambda: self._wait_for(held))
+        if self.early:
+            start, finish = group.start_grad_sync, group.finish_grad_sync
+
+            def started(*args: Any, **kwargs: Any) -> Any:
+                found = start(*args, **kwargs)
+                handle = group.grad_reduce_handle
+                if handle is not None:
+                    with self._reduced.behind(handle):
+                        self._take(held)
+                return found
+
+            def finished(*args: Any, **kwargs: Any) -> Any:
+                found = finish(*args, **kwargs)
+                self._take(held)
+                return found
+
+            group.start_grad_sync, group.finish_grad_sync = started, finished
+
+    def _of(self, model_params: Sequence[Any]) -> list[_Shard]:
+        return [shard for p in model_params for shard in self._of_param.get(id(p), ())]
+
+    def _wait_for(self, model_params: Sequence[Any]) -> None:
+        """Wait for the new values of weights that are about to be gathered."""
+        if self._made is not None:
+            self._made.wait_for_weights([shard.name for shard in self._of(model_params)])
+
+    @torch.no_grad()
+    def _take(self, model_params: Sequence[Any]) -> None:
+        """Take the gradients of a bucket group that is reduced, but for those that Megatron changes afterwards."""
+        optimizer = self.optimizer
+        taken = optimizer.gradients_taken
+        for shard in self._of(model_params):
+            if shard.name not in taken and not self._changed_later(shard.model_param):
+                gradient = shard.model_param.main_grad.view(-1)[shard.start : shard.stop]  # type: ignore[attr-defined]
+                optimizer.take_gradient(shard.name, self._for_step(shard, gradient), borrowed=True)
+
+    def _for_step(self, shard: _Shard, gradient: torch.Tensor) -> torch.Tensor:
+        """Return a gradient in the dtype in which Megatron hands it to its optimizer."""
+        return gradient if self.steps_weights else gradient.to(shard.weight.dtype)
+
+    def _changed_later(self, p: Any) -> bool:
+        """Return whether `finalize_model_grads` adds to this gradient after its bucket group is reduced."""
+        from megatron.core import parallel_state
+
+        if getattr(p, "pipeline_parallel", False):
+            return True
+        if parallel_state.get_tensor_model_parallel_world_size() > 1:
+            name = self._names_of[id(p)]
+            if getattr(p, "sequence_parallel", False) or getattr(p, "average_gradients_across_tp_domain", False):
+                return True
+            if "q_layernorm" in name or "k_layernorm" in name:
+                return True
+        if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+            name = self._names_of[id(p)]
+            embeds = "position_embeddings" in name or "word_embeddings" in name or "output_layer" in name
+            return embeds or bool(getattr(p, "shared_embedding", False))
+        return False
+
+    def _before_clearing(self) -> None:
+        """Wait until gradients have been read that are about to be cleared."""
+        self._scale.clear()
+        if self._made is not None:
+            if self._made.gradients_taken:
+                self._made.discard_gradients()
+            self._made.wait_for_gradients()
+
+    # ---------------------------------------------------------------- the step
+
+    def step_part(self, part: OffloadedHybrid) -> None:
+        """Step everything with the first part that Megatron steps; the others have been stepped then."""
+        if id(part) in self._left_to_step:
+            self._left_to_step.discard(id(part))
+            return
+        if self._left_to_step:
+            raise OrderingError(
+                "a part of Megatron's optimizer is stepped twice, and another one not at all",
+                why="hostward steps all parts of a chain together",
+                fix="step the ChainedOptimizer that get_megatron_optimizer returned",
+            )
+        self.flush()
+        self._step()
+        self._left_to_step = {id(each) for each in self._parts if each is not part}
+
+    def _step(self) -> None:
+        optimizer = self.optimizer
+        theirs = [group for part in self._parts for group in part.param_groups if group["params"]]
+        for mine, group in zip(optimizer.param_groups, theirs, strict=True):
+            mine.update({key: group[key] for key in HYPERPARAMETERS})
+        taken = optimizer.gradients_taken
+        for shard in self._shards.values():
+            if shard.name in taken:
+                continue
+            gradient = getattr(shard.tensor, "decoupled_grad", None)
+            gradient = shard.tensor.grad if gradient is None else gradient
+            if gradient is None:
+                continue
+            if self._parts[0].defaults.get("overlap_cpu_optimizer_d2h_h2d", True):
+                optimizer.take_gradient(shard.name, gradient.view(-1), borrowed=True)
+            else:
+                shard.weight.grad = gradient.view_as(shard.weight)
+        optimizer.step(gradient_scale=self._gradient_scale())
+        if not self.steps_weights:
+            optimizer.wait_for_weights()
+        for shard in self._shards.values():
+            shard.weight.grad = None
+        self._remember()
+
+    def _gradient_scale(self) -> torch.Tensor | None:
+        """Return the factor that Megatron has for gradients which left before it was known."""
+        if not self._scale:
+            return None
+        if len(self._scale) < len(self.chunks):
+            raise OrderingError(
+                "gradients of some model chunks were scaled, and of others not",
+                why="they are scaled within one step, because they had been offloaded",
+                fix="scale those of all chunks by one number, or use(early_gradients=False)",
+            )
+        factor = next(iter(self._scale.values()))
+        self._scale.clear()
+        device = next(iter(self._shards.values())).weight.device
+        return torch.as_tensor(factor, dtype=torch.float32, device=device).reshape(1)
+
+    # ---------------------------------------------------------------- state
+
+    def count(self, part: OffloadedHybrid) -> int:
+        """Return the number of steps of a part's parameters."""
+        self.flush()
+        names = [shard.name for shard in self._shards_of(part)][:1]
+        return int(self.optimizer.step_count(names[0])) if names else 0
+
+    def _shards_of(self, part: OffloadedHybrid) -> list[_Shard]:
+        _ = self.optimizer
+        return [shard for shard in self._shards.values() if shard.part is part]
+
+    def read(self, key: int) -> dict[str, torch.Tensor]:
+        """Return a copy of the state of one of Megatron's tensors, by Megatron's names."""
+        optimizer = self.optimizer
+        shard = self._shards[key]
+        entry = optimizer.state_of(shard.name)
+        if self.steps_weights:
+            entry.setdefault("master", shard.tensor.detach().to("cpu", torch.float32, copy=True))
+        return {theirs: entry[mine] for theirs, mine in _KEYS.items() if mine in entry}
+
+    def entry(self, key: int) -> _Entry:
+        """Return the state of one of Megatron's tensors, to be read, assigned to or copied into."""
+        self.flush(but_read=True)
+        values = self.read(key)
+        if not self.steps_weights:
+            self._read.append((key, dict(values), {name: value._version for name, value in values.items()}))
+        return _Entry(self, key, values)
+
+    def write(self, key: int, values: Mapping[str, Any]) -> None:
+        """Note new values of an entry; `flush` writes them."""
+        known = {mine: values[theirs] for theirs, mine in _KEYS.items() if theirs in values}
+        if "step" in values:
+            known["step"] = int(values["step"])
+        self._written.setdefault(key, {}).update(known)
+
+    @torch.no_grad()
+    def flush(self, *, but_read: bool = False) -> None:
+        """Write to the optimizer what Megatron has assigned to entries, or copied into them and into weights."""
+        optimizer = self.optimizer
+        if not but_read:
+            for key, values, versions in self._read:
+                copied = {name: value for name, value in values.items() if value._version != versions[name]}
+                self.write(key, copied)
+            self._read.clear()
+        written, self._written = self._written, {}
+        for key, values in written.items():
+            self._write(self._shards[key], values)
+        changed = [s for k, s in self._shards.items() if self._versions and s.tensor._version != self._versions.get(k)]
+        if changed and not self.steps_weights:
+            optimizer.reseed([shard.name for shard in changed])
+            self._remember()
+
+    def _write(self, shard: _Shard, values: Mapping[str, Any]) -> None:
+        optimizer = self.optimizer
+        whole = {
+            name: value if name == "step" else value.detach().to("cpu", torch.float32).reshape(shard.weight.shape)
+            for name, value in values.items()
+        }
+        if "master" in whole and shard.weight.dtype is torch.float32:
+            shard.weight.data.copy_(whole.pop("master"))
+            optimizer.reseed([shard.name])
+        if whole and (whole.keys() != {"step"} or whole["step"] != optimizer.step_count(shard.name)):
+            optimizer.set_state_of(shard.name, whole)
+
+    def _remember(self) -> None:
+        """Note which values of fp32 copies are the optimizer's own. Weights are written by collectives as well."""
+        if not self.steps_weights:
+            self._versions = {key: shard.tensor._version for key, shard in self._shards.items()}
+
+    @torch.no_grad()
+    def take_anew(self, part: OffloadedHybrid) -> None:
+        """Take fp32 main weights anew from the weights of the model."""
+        optimizer = self.optimizer
+        optimizer.wait()
+        shards = self._shards_of(part)
+        for shard in shards:
+            whole = shard.model_param.detach().view(-1)[shard.start : shard.stop]
+            if whole.data_ptr() != shard.tensor.data_ptr():
+                shard.tensor.detach().view(-1).copy_(whole)
+        optimizer.reseed([shard.name for shard in shards])
+        self._remember()
+
+    def _follow_loads(self, part: OffloadedHybrid) -> None:
+        """Be told when Megatron has loaded state, or wants main weights anew. It copies through `.data` there."""
+        owner = part.owner
+        reload_params, load = owner.reload_model_params, owner.load_state_dict
+
+        def reloaded(*args: Any, **kwargs: Any) -> Any:
+            found = reload_params(*args, **kwargs)
+            if not hasattr(owner, "model_param_group_index_map"):  # it asks by update_fp32_param_by_new_param
+                self.optimizer.reseed([shard.name for shard in self._shards_of(part)])
+                self._remember()
+            return found
+
+        def loaded(*args: Any, **kwargs: Any) -> Any:
+            found = load(*args, **kwargs)
+            self.flush()
+            if not self.steps_weights:
+                self.optimizer.reseed([shard.name for shard in self._shards_of(part)])
+                self._remember()
+            return found
+
+        owner.reload_model_params, owner.load_state_dict = reloaded, loaded
+
+
+class _Streams:
+    """Runs what follows a collective on a stream of its own, which waits for it; on the CPU where the caller is."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_device = device.type == "cuda"
+        self._stream: Any = None
+
+    def behind(self, handle: Any) -> AbstractContextManager[Any]:
+        """Return a context in which the collective's result is there."""
+        if not self._on_device:
+            handle.wait()
+            return nullcontext()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            handle.wait()
+        return torch.cuda.stream(self._stream)
+
+
+def _before(owner: Any, name: str, told: Callable[[], None]) -> None:
+    """Call `told` before a method of one object."""
+    method = getattr(owner, name)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        told()
+        return method(*args, **kwargs)
+
+    setattr(owner, name, called)
+
+
+def _whole_of(part: OffloadedHybrid) -> dict[int, tuple[torch.nn.Parameter, int, int]]:
+    """Return, by the id of each tensor that a part steps, the model's parameter and which elements of it."""
+    owner, found = part.owner, {}
+    if hasattr(owner, "model_param_group_index_map"):
+        for p, (group, order) in owner.model_param_group_index_map.items():
+            buffer, dtype, bucket = owner.model_param_gbuf_map[p]
+            of = owner.gbuf_ranges[buffer][dtype][bucket]["param_map"][p]["param"]
+            found[id(part.param_groups[group]["params"][order])] = p, of.start, of.end
+        return found
+    copies = {}
+    if hasattr(owner, "float16_groups"):
+        for mine, theirs in zip(owner.float16_groups, owner.fp32_from_float16_groups, strict=True):
+            copies.update({id(copy): p for p, copy in zip(mine, theirs, strict=True)})
+    for group in part.param_groups:
+        for tensor in group["params"]:
+            p = copies.get(id(tensor), tensor)
+            found[id(tensor)] = p, 0, p.numel()
+    return found
