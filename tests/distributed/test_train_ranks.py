@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from sharded_cases import digest
 from train_cases import LLAMA, MOE, QWEN3, SIZES, SMALL, gradients, small
-from world import World, torchrun
+from world import World, torchrun_forked
 
 from hostward.config.schema import Config
 from hostward.trainer import loop, setup
@@ -237,15 +237,15 @@ def test_torchrun_starts_a_run_anew_that_goes_on_by_itself(tmp_path: Path) -> No
     assert words[at : at + 2] == ["-m", "hostward"]
     words[at : at + 2] = [str(ROOT / "tests/distributed/failing_rank.py")]
     words += [*SMALL, *SIZES[MOE], *HOST, "train.train_iters=8", "logger.log_interval=1", "--json", "report.json"]
-    done = torchrun(*words, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "no checkpoint in restarted yet: the run starts at iteration 0" in done.stderr
-    assert "rank 1: error: the disk of this rank is gone" in done.stderr
-    assert done.stderr.count("resumed restarted/iter_0000004 at iteration 4") == 1
-    assert "Gloo connectFullMesh failed" not in done.stderr
-    assert done.stdout.count("loss, first and last") == 1
-    assert "2 ranks, by node" in done.stdout
-    assert "each rank has" in done.stdout
+    done = torchrun_forked(*words, folder=tmp_path)
+    assert done.code == 0, done.err
+    assert "no checkpoint in restarted yet: the run starts at iteration 0" in done.err
+    assert "rank 1: error: the disk of this rank is gone" in done.err
+    assert done.err.count("resumed restarted/iter_0000004 at iteration 4") == 1
+    assert "Gloo connectFullMesh failed" not in done.err
+    assert done.out.count("loss, first and last") == 1
+    assert "2 ranks, by node" in done.out
+    assert "each rank has" in done.out
     content = json.loads((tmp_path / "report.json").read_text())
     assert (content["first_iteration"], len(content["ranks"]["ranks"])) == (4, 2)
     assert content["division"].startswith(

@@ -284,10 +284,9 @@ def test_the_report_is_written_although_nobody_reads_the_table(tmp_path: Path, t
     """As in `hostward train --json FILE | head -1`."""
     report = tmp_path / "report.json"
     command = ["-m", "hostward", "train", *SMALL, f"dataset.path={text}", "train.train_iters=1", "--json", str(report)]
-    process = start_process(command, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    process.stdout.close()
-    _, err = process.communicate(timeout=60)
+    with start_process(*command) as process:
+        process.stdout.close()
+        _, err = process.end(60)
     assert "Traceback" not in err
     assert len(read_json(report)["losses"]) == 1
 
