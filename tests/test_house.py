@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -56,11 +55,14 @@ def test_no_exception_outlives_its_reason() -> None:
     assert [name for name in house.ALLOWED if name not in texts] == []
 
 
-def test_figures_are_printed_and_are_json() -> None:
-    run = [sys.executable, house.__file__]
-    printed = subprocess.run(run, capture_output=True, text=True, check=True).stdout
-    assert f"modules: {FIGURES.modules}" in printed
-    figures = json.loads(subprocess.run([*run, "--json"], capture_output=True, text=True, check=True).stdout)
+def test_figures_are_printed_and_are_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(house, "figures_of", lambda *of: {(house.SOURCE, house.TESTS): FIGURES}[of])  # counted once
+    monkeypatch.setattr(sys, "argv", ["house.py"])
+    house.main()
+    assert f"modules: {FIGURES.modules}" in capsys.readouterr().out.splitlines()
+    monkeypatch.setattr(sys, "argv", ["house.py", "--json"])
+    house.main()
+    figures = json.loads(capsys.readouterr().out)
     assert (figures["modules"], figures["lines"]) == (FIGURES.modules, FIGURES.lines)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from forked import Started
 
 import hostward
 from hostward.checkpoint import api
@@ -63,21 +64,13 @@ def run_process(command: Sequence[str], *, extra: Mapping[str, str] | None = Non
     )
 
 
-def start_process(command: Sequence[str], *, stdout: int = subprocess.DEVNULL) -> subprocess.Popen[str]:
-    """Start `python *command`; its stderr is a pipe that the caller reads."""
-    return subprocess.Popen(
-        [sys.executable, *command],
-        env=environment(),
-        cwd=ROOT,
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def start_process(*command: str) -> Started:
+    """Start `python *command`, which finds what training imports already there."""
+    return Started(command, folder=ROOT, environment=environment())
 
 
-def wait_for(process: subprocess.Popen[str], text: str) -> str:
+def wait_for(process: Started, text: str) -> str:
     """Read stderr up to a line that holds `text`; returns what was read."""
-    assert process.stderr is not None
     seen = []
     for line in process.stderr:
         seen.append(line)

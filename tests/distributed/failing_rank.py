@@ -1,5 +1,7 @@
 """`hostward` with a second rank that fails in its sixth iteration, unless torchrun has started it anew; the first one
 then comes late, so that the second looks for it first, and must not do so where it was before.
+
+Run by torchrun in its own processes (`--run-path`), which wait for what a rank that has succeeded returns.
 """
 
 import os
@@ -9,7 +11,7 @@ from datetime import timedelta
 
 import torch
 
-from hostward.cli import main
+from hostward.cli import main, ranks
 from hostward.errors import DataError
 from hostward.trainer.data.dataset import TokenDataset
 from hostward.trainer.process_group import Ranks
@@ -23,11 +25,13 @@ if __name__ == "__main__":
             raise DataError("the disk of this rank is gone", fix="mount it")
         return read(dataset, first, count)
 
-    def join(ranks: Ranks, device: torch.device, limit: timedelta) -> None:
-        if ranks.first and again:
+    def join(of: Ranks, device: torch.device, limit: timedelta) -> None:
+        if of.first and again:
             time.sleep(4.0)
-        meet(ranks, device, limit)
+        meet(of, device, limit)
 
+    end_at_once = ranks.end_at_once
+    ranks.end_at_once = lambda code: end_at_once(code) if code else sys.exit(0)
     TokenDataset.batch = batch  # type: ignore[assignment, method-assign]
     Ranks.join = join  # type: ignore[method-assign]
     sys.exit(main(sys.argv[1:]))

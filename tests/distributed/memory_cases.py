@@ -1,8 +1,6 @@
-"""A program: what the first of two ranks allocates in forward and backward, and what the memory model predicts of it.
+"""What the first of two ranks allocates in forward and backward, and what the memory model predicts of it.
 
-    python tests/distributed/memory_cases.py CASE...
-
-prints [measured bytes, predicted bytes] of each case as JSON. The other rank is torch's "fake" process group, which
+The other rank is torch's "fake" process group, which
 sends nothing: gloo makes copies of its own of whatever it exchanges, as NCCL does not. A case is five words: "tied" or
 "apart", dtype of weights, "whole" or "one" layer at a time, dtype in which gradients are reduced, microbatches.
 """
@@ -12,9 +10,9 @@ from __future__ import annotations
 import gc
 import json
 import os
-import sys
 from functools import cache
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -105,8 +103,9 @@ def case(name: str) -> tuple[int, int]:
     return found, sum(needs.get(owner, 0) for owner in COUNTED)
 
 
-if __name__ == "__main__":
+def measure(names: list[str], file: Path) -> None:
+    """Write [measured bytes, predicted bytes] of each case as JSON, and end this process."""
+    torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    json.dump({name: case(name) for name in sys.argv[1:]}, sys.stdout)
-    sys.stdout.flush()
+    file.write_text(json.dumps({name: case(name) for name in names}))
     os._exit(0)  # the fake group has nothing to take leave of

@@ -5,11 +5,10 @@ what torch allocates, or a little more.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from forked import call
+from memory_cases import measure
 
 pytest.importorskip("transformers")
 
@@ -30,11 +29,10 @@ of the embedding's backward.
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, tuple[int, int]]:
-    program = Path(__file__).with_name("memory_cases.py")
-    done = subprocess.run([sys.executable, str(program), *CASES], capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr[-3000:]
-    read: dict[str, tuple[int, int]] = json.loads(done.stdout)
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, int]]:
+    file = tmp_path_factory.mktemp("memory") / "found.json"
+    call(measure, list(CASES), file, limit_s=400)
+    read: dict[str, tuple[int, int]] = json.loads(file.read_text())
     return read
 
 

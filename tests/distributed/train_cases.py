@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import gc
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from sharded_cases import digest, gradient_of, snapshot, whole_of
 
-from hostward import recipes
+from hostward import Activations, recipes
 from hostward.config.overrides import apply_overrides
 from hostward.config.schema import Config
 from hostward.core.placement import Placement
@@ -21,7 +23,7 @@ from hostward.optim.adamw import AdamW
 from hostward.plan.plan_file import PlanFile
 from hostward.report.schema import Ended
 from hostward.runtime.backend import Tier
-from hostward.trainer import loop, setup
+from hostward.trainer import loop, offload_options, setup
 from hostward.trainer.process_group import Ranks
 from hostward.trainer.report import report
 from hostward.trainer.run import Run
@@ -69,16 +71,27 @@ def launched() -> None:
     os.environ |= {"LOCAL_RANK": os.environ["RANK"], "LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}
 
 
-def train(words: list[str], recipe: str = MOE, *, slow: int | None = None, plan: str | None = None) -> Any:
+def train(
+    words: list[str],
+    recipe: str = MOE,
+    *,
+    slow: int | None = None,
+    plan: str | None = None,
+    min_bytes: int | None = None,
+) -> Any:
     """Losses, norms and bits of a run, and what its ranks say of themselves.
 
     Args:
         slow: the rank whose samples come late.
         plan: the text of a plan to train by.
+        min_bytes: of what layers save, what is smaller stays; None: the limit that options have.
     """
     launched()
     planned = None if plan is None else PlanFile.from_json(plan)
-    run = setup.prepare(recipe, small(*words, recipe=recipe), plan=planned)
+    with pytest.MonkeyPatch.context() as patched:
+        if min_bytes is not None:
+            patched.setattr(offload_options, "Activations", partial(Activations, min_bytes=min_bytes))
+        run = setup.prepare(recipe, small(*words, recipe=recipe), plan=planned)
     if slow == dist.get_rank():
         run.dataset = _LateSamples(run.dataset)  # type: ignore[assignment]
     loop.train(run, metered=1)
@@ -212,6 +225,8 @@ def norm_of_given(words: list[str], recipe: str = MOE) -> str:
 def stacked(words: list[str], recipe: str = MOE) -> dict[str, Any]:
     """What a run's report stacks at each sampled moment, beside the bytes of all tensors of this process then."""
     launched()
+    gc.collect()
+    gc.freeze()  # what is there already is neither searched nor counted
     run = setup.prepare(recipe, small(*words, recipe=recipe))
     sample, measured = run.sampler.sample, []
 

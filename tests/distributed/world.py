@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import importlib
 import itertools
-import multiprocessing
 import os
 import socket
 import subprocess
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from forked import forkserver
 from recent_memory import read_seldom
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import ProcessGroupGloo, _world
@@ -51,21 +51,6 @@ class _GlooOfOneThread(ProcessGroupGloo):
         super().__init__(store, rank, size, options)
 
 
-IMPORTED = [
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    "hostward.distributed.expert_parallel",
-    "hostward.distributed.tensor_parallel",
-    "hostward.trainer.loop",
-    "hostward.trainer.setup",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.qwen3.modeling_qwen3",
-    "transformers.models.qwen3_moe.modeling_qwen3_moe",
-]
-"""Once for all ranks."""
-
-
 class CaseFailedError(AssertionError):
     """A rank raised, or did not answer in time."""
 
@@ -80,8 +65,7 @@ class World:
 
     def _start(self) -> None:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(IMPORTED)
+        context = forkserver()
         for rank in range(SIZE):
             mine, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self._store.port, theirs), daemon=True)
@@ -181,8 +165,7 @@ def commands(*words: str, folder: Path, count: int = 2, before: str = "") -> lis
 
     `before`: a `module.function` that each calls first. What the launcher adds to it `torchrun` below shows.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED)
+    context = forkserver()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -206,10 +189,15 @@ def _text(file: Path) -> str:
     return file.read_text() if file.exists() else ""
 
 
-def _command(rank: int, count: int, port: int, words: tuple[str, ...], folder: Path, before: str) -> None:
+def _into_files(folder: Path, name: str) -> None:
+    """Go on in this folder, and say there whatever is said."""
     os.chdir(folder)
     for number, kind in ((1, "out"), (2, "err")):
-        os.dup2(os.open(f"{rank}.{kind}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        os.dup2(os.open(f"{name}.{kind}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+
+
+def _command(rank: int, count: int, port: int, words: tuple[str, ...], folder: Path, before: str) -> None:
+    _into_files(folder, str(rank))
     local = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": count}
     os.environ |= {name: str(value) for name, value in local.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
@@ -217,6 +205,29 @@ def _command(rank: int, count: int, port: int, words: tuple[str, ...], folder: P
         module, _, name = before.rpartition(".")
         getattr(importlib.import_module(module), name)()
     sys.exit(hostward.cli.main(words))
+
+
+def torchrun_forked(*words: str, folder: Path) -> Ended:
+    """As `torchrun` below, of a program instead of a module: torchrun's own function, whose ranks find what they import
+    already there. What they say is in turn, attempt by attempt.
+    """
+    process = forkserver().Process(target=_torchrun, args=(words, folder))
+    process.start()
+    process.join(LIMIT_S)
+    process.kill()
+    process.join()
+    said = [
+        "".join(map(_text, [folder / f"agent.{kind}", *sorted(folder.glob(f"logs/*/attempt_*/*/std{kind}.log"))]))
+        for kind in ("out", "err")
+    ]
+    return Ended(process.exitcode, *said)
+
+
+def _torchrun(words: tuple[str, ...], folder: Path) -> None:
+    _into_files(folder, "agent")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    how = ["--standalone", "--run-path", "--start-method=fork", "--redirects=3", "--log-dir=logs"]
+    importlib.import_module("torch.distributed.run").main([*how, *words])
 
 
 def torchrun(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:

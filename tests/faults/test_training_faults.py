@@ -1,18 +1,16 @@
 """`hostward train` on two ranks, of which one dies, is told to end, or was started otherwise: all end soon and say why,
 and the run goes on from its newest checkpoint to the bits that it would have had.
 
-Ranks are children of one helper process (this file, run as a program), so that torch is imported once.
+Ranks are children of one helper process, which has imported what they need.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import os
 import random
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +22,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from forked import call
 
 from hostward.checkpoint import api
 from hostward.cli import main as hostward
@@ -36,16 +35,6 @@ SOON_S = 30.0
 """Half a minute, on a busy machine too."""
 LIMIT_S = 6.0
 """That ranks wait for each other, where one stands still."""
-IMPORTED = (
-    "hostward.distributed.expert_parallel",
-    "hostward.trainer.loop",
-    "hostward.trainer.setup",
-    "hostward.trainer.report",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "transformers.models.qwen3_moe.modeling_qwen3_moe",
-)
-"""Before ranks are forked. Of the model the module with its classes: its package alone imports none of it."""
 MODES = ("", "stream", "snapshot")
 WORDS = (
     "train",
@@ -185,8 +174,6 @@ def beside(body: Callable[[], None]) -> int:
 
 
 def main(base: Path) -> None:
-    for module in IMPORTED:
-        importlib.import_module(module)
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     run(base / "straight", "only")
@@ -213,7 +200,7 @@ class Ended:
 def accidents() -> Iterator[Path]:
     """The folders that the helper process left, by what happened."""
     with tempfile.TemporaryDirectory() as base:
-        subprocess.run([sys.executable, __file__, base], check=True, timeout=280)
+        call(main, Path(base), limit_s=280)
         yield Path(base)
 
 
@@ -297,7 +284,3 @@ def test_t67_ranks_that_were_started_otherwise_are_told_before_training(accident
     assert f"why: {why.format(node=os.uname().nodename)}" in first.told
     assert second.told == ""
     assert not (accidents / how / "saved").exists() or api.latest(accidents / how / "saved") is None
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

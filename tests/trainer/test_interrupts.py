@@ -40,15 +40,10 @@ def loitering(module: str, name: str, call: int, seconds: int = 60) -> str:
 
 def interrupted(program: str, words: list[str]) -> tuple[int, str]:
     """Start, send SIGINT once the process loiters, and return exit code and stderr from there on."""
-    process = start_process(["-c", program, *words])
-    try:
+    with start_process("-c", program, *words) as process:
         wait_for(process, "LOITERING")
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=240)
-    finally:
-        process.kill()
-        process.wait()
-    return process.returncode, err
+        return process.end(240)
 
 
 @pytest.mark.parametrize(

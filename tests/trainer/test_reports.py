@@ -159,15 +159,11 @@ def test_a_signal_leaves_a_report(
 ) -> None:
     words = ["train", *SMALL, f"dataset.path={text}", *offloaded(1), "train.train_iters=50", "--run-dir", str(tmp_path)]
     # 7 buckets make 7 host steps per iteration: this is in the fourth.
-    process = start_process(["-c", loitering("runtime.simulated.backend", "adamw_step", call=24), *words])
-    try:
+    with start_process("-c", loitering("runtime.simulated.backend", "adamw_step", call=24), *words) as process:
         wait_for(process, "LOITERING")
         process.send_signal(number)
-        _, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == code
+        found, err = process.end(60)
+    assert found == code
     assert err.splitlines()[-1] == says
     assert "Traceback" not in err
     report = read_report(tmp_path)
@@ -181,12 +177,10 @@ def test_signal_9_leaves_the_report_of_a_moment_before(tmp_path: Path, text: Pat
     words = ["train", *SMALL, f"dataset.path={text}", *offloaded(1), "train.train_iters=50", "--run-dir", str(tmp_path)]
     program += loitering("runtime.simulated.backend", "adamw_step", call=24)
     (tmp_path / TRACE_FILE).write_text("of an earlier run")
-    process = start_process(["-c", program, *words])
-    try:
+    with start_process("-c", program, *words) as process:
         wait_for(process, "LOITERING")
-    finally:
-        process.kill()
-        process.communicate()
+        process.send_signal(signal.SIGKILL)
+        process.end(60)
     report = read_report(tmp_path)
     assert (report.ended, report.reason) == ("running", None)
     assert len(report.losses) >= 2

@@ -115,15 +115,11 @@ def test_t54_killed_in_mid_run_resumes_as_if_nothing_had_happened(train: Cli, tm
     folder = tmp_path / "killed"
     words = [*SMALL, f"dataset.path={text}", *offloaded(0.5), "logger.log_interval=1"]
     command = ["-m", "hostward", "train", *words, "train.train_iters=100000", f"checkpoint.save={folder}"]
-    process = start_process([*command, "checkpoint.save_interval=2", "checkpoint.most_recent_k=2"])
-    try:
+    with start_process(*command, "checkpoint.save_interval=2", "checkpoint.most_recent_k=2") as process:
         wait_for(process, "saved ")
         wait_for(process, "saved ")
-    finally:
         process.send_signal(signal.SIGKILL)
-        process.wait()
-        assert process.stderr is not None
-        process.stderr.close()
+        process.end(60)
     done = saved(folder)[1]["iteration"]
     assert done >= 4
     last = f"train.train_iters={done + 1}"

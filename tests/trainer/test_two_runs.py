@@ -36,8 +36,7 @@ def test_a_second_run_waits_for_the_end_of_the_first_even_of_a_killed_one(
     folder = tmp_path / "run"
     going_on = (f"checkpoint.save={folder}", f"checkpoint.load={folder}", "checkpoint.save_interval=1")
     words = ["train", *SMALL, f"dataset.path={text}", "train.train_iters=4", *going_on]
-    process = start_process(["-c", loitering("trainer.loop", "backward", 3), *words])
-    try:
+    with start_process("-c", loitering("trainer.loop", "backward", 3), *words) as process:
         wait_for(process, "LOITERING")
         assert iterations_saved(folder) == ["iter_0000001", "iter_0000002"]
         for second in (going_on, going_on[:1], ("--run-dir", folder)):
@@ -45,10 +44,7 @@ def test_a_second_run_waits_for_the_end_of_the_first_even_of_a_killed_one(
             assert "is the folder of a run that goes on\n" in told
             assert f"process {process.pid} on {os.uname().nodename}, since " in told
         process.send_signal(signal.SIGKILL)
-        process.wait()
-    finally:
-        process.kill()
-        process.communicate()
+        process.end(60)
     monkeypatch.undo()  # weights may be allocated
     train("train.train_iters=4", *going_on)
     assert saved(folder)[1]["iteration"] == 4
