@@ -133,21 +133,28 @@ class _Placed(TorchFunctionMode):
         return made
 
 
-def without_transformer_engine(patch: pytest.MonkeyPatch) -> None:
+@contextlib.contextmanager
+def without_transformer_engine() -> Iterator[None]:
     """What megatron-core 0.16.1 lacks where Transformer Engine is not installed, on a GPU too."""
+    with pytest.MonkeyPatch.context() as patch:
+        _without_transformer_engine(patch)
+        yield
+
+
+def _without_transformer_engine(patch: pytest.MonkeyPatch) -> None:
     if megatron_utils.get_te_version() is None:
         patch.setattr(megatron_utils, "_te_version", Version("0"))  # None is compared with versions
     if not hasattr(moe_utils, "te_general_gemm"):
         patch.setattr(moe_utils, "te_general_gemm", None, raising=False)  # the router asks whether it is None
     if USING_PYTORCH_OPTIMIZER:
-        # torch's AdamW counts steps in the state of each weight, which checkpoints leave out.
+        # torch's AdamW counts steps in the state of each weight: checkpoints leave them out, or put old ones there.
         loaded = DistributedOptimizer._set_main_param_and_optimizer_states
 
         def load(self: Any, weight: Any, tensors: dict[str, Any]) -> None:
             group, place = self.model_param_group_index_map[weight]
             state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
             steps = {"step": state["step"]} if "step" in state else {}
-            loaded(self, weight, {**steps, **tensors})
+            loaded(self, weight, {k: v for k, v in tensors.items() if k != "step"} | steps)
 
         patch.setattr(DistributedOptimizer, "_set_main_param_and_optimizer_states", load)
 
@@ -155,8 +162,7 @@ def without_transformer_engine(patch: pytest.MonkeyPatch) -> None:
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
     """Lets Megatron-Core run without a GPU, in this process and thread, until it is left."""
-    with pytest.MonkeyPatch.context() as patch, _CudaIsHost():
-        without_transformer_engine(patch)
+    with pytest.MonkeyPatch.context() as patch, without_transformer_engine(), _CudaIsHost():
         # Where tensors are made: it is passed as `device`, to `_CudaIsHost` too.
         patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
         # Order between streams, and waiting for them: everything is done when it returns.
@@ -520,10 +526,10 @@ def save(run: Run, folder: str | Path, form: str = "fully_reshardable") -> None:
 
 def load(run: Run, folder: str | Path) -> None:
     """What `save` of a run in this layout, or in one that Megatron can load here, has written."""
-    metadata = dist_checkpointing.load_content_metadata(str(folder))
     for part in inner_optimizers(run):
         _first_step(part)
     with torch.serialization.safe_globals([torch.optim.AdamW]):  # named in parameter groups of the hybrid optimizer
+        metadata = dist_checkpointing.load_content_metadata(str(folder))
         states = dist_checkpointing.load(_sharded_states(run, metadata, is_loading=True), str(folder))
     for index, chunk in enumerate(run.chunks):
         chunk.module.load_state_dict(states[f"model{index}"])

@@ -1,8 +1,13 @@
-"""Megatron-Core trains on CPUs as it should, before hostward is put into it."""
+"""Megatron-Core trains on CPUs as it should, before hostward is put into it.
+
+Seen red: interleaved stages that send in batches; every optimizer state with one tensor that counts steps; a hybrid
+optimizer that is not divided; weights that differ from layout to layout.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -36,3 +41,13 @@ def test_same_bits_twice_and_nearly_the_hybrid_optimizers(ranks: Ranks, layout: 
     if layout != "ep2":
         (alone,) = ranks.run(1, "megatron_cases.trained", layout="single", ways=[{}])
         assert any(rank[0]["losses"][0] == pytest.approx(alone[0]["losses"][0], rel=1e-4) for rank in found)
+
+
+@pytest.mark.parametrize("form", ["dp_reshardable", "fully_reshardable"])
+def test_checkpoints_resume_to_the_same_bits(ranks: Ranks, tmp_path: Path, form: str) -> None:
+    for world, layout, how in ((1, "single", {"precision": "fp16"}), (2, "dp2", {"offload_fraction": 0.5})):
+        folder = tmp_path / layout
+        folder.mkdir()
+        how["use_precision_aware_optimizer"] = "offload_fraction" in how
+        found = ranks.run(world, "megatron_cases.resumed", layout=layout, folder=str(folder), form=form, how=how)
+        assert all(resumed == uninterrupted for resumed, uninterrupted in found)
