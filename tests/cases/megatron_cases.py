@@ -10,6 +10,7 @@ Every rank of a layout calls the same functions; `megatron_ranks.Ranks` starts t
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import hashlib
 import itertools
@@ -45,6 +46,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from packaging.version import Version
 from torch.overrides import TorchFunctionMode
@@ -146,6 +148,18 @@ def _without_transformer_engine(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(megatron_utils, "_te_version", Version("0"))  # None is compared with versions
     if not hasattr(moe_utils, "te_general_gemm"):
         patch.setattr(moe_utils, "te_general_gemm", None, raising=False)  # the router asks whether it is None
+    # torch's norms are refused where ranks have parts of the sequence: their gradients must be marked as parts, too.
+    make = WrappedTorchNorm.__new__
+
+    def made(cls: type, config: TransformerConfig, *args: Any, **how: Any) -> Any:
+        whole = copy.copy(config)
+        whole.sequence_parallel = False
+        norm = make(cls, whole, *args, **how)
+        for weight in norm.parameters():
+            weight.sequence_parallel = config.sequence_parallel
+        return norm
+
+    patch.setattr(WrappedTorchNorm, "__new__", made)
     if USING_PYTORCH_OPTIMIZER:
         # torch's AdamW counts steps in the state of each weight: checkpoints leave them out, or put old ones there.
         loaded = DistributedOptimizer._set_main_param_and_optimizer_states
@@ -162,7 +176,15 @@ def _without_transformer_engine(patch: pytest.MonkeyPatch) -> None:
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
     """Lets Megatron-Core run without a GPU, in this process and thread, until it is left."""
-    with pytest.MonkeyPatch.context() as patch, without_transformer_engine(), _CudaIsHost():
+    with pytest.MonkeyPatch.context() as patch, without_transformer_engine(), _CudaIsHost() as mode:
+        # torch leaves the mode while it runs backward, in which Megatron recomputes.
+        run_backward = torch.autograd._engine_run_backward
+
+        def in_mode(*args: Any, **how: Any) -> Any:
+            with mode:
+                return run_backward(*args, **how)
+
+        patch.setattr(torch.autograd, "_engine_run_backward", in_mode)
         # Where tensors are made: it is passed as `device`, to `_CudaIsHost` too.
         patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
         # Order between streams, and waiting for them: everything is done when it returns.
