@@ -1,6 +1,6 @@
 """Megatron-Core trains on CPUs as it should, before hostward is put into it.
 
-Seen red: interleaved stages that send in batches; every optimizer state with one tensor that counts steps; a hybrid
+Seen red: stages of a virtual pipeline that send in batches; one tensor that counts the steps of all weights; a hybrid
 optimizer that is not divided; weights that differ from layout to layout.
 """
 
