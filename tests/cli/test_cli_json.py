@@ -44,6 +44,7 @@ def test_json_to_standard_output_is_alone_on_it(
 
 
 def test_only_json_is_written_to_standard_output(cli: Cli) -> None:
+    """Seen red: a trace in a file of the name `-`."""
     for words in (["train", *SMALL, "--trace", "-"], ["plan", *SMALL, "--plot", "-"]):
         refused = cli(*words)
         assert refused.code == 2

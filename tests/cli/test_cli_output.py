@@ -114,22 +114,40 @@ def test_what_ranks_that_have_met_all_have_is_told_by_the_first(rank: str, monke
     assert ranks.reports_error(everywhere=False)
 
 
-def test_long_lines_go_on_below_their_last_column(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen red: a terminal breaks them at its edge, below the first column."""
+LONG = [
+    (
+        "  9.9   10.567  state 100% host; 2 layers recompute",
+        "  9.9   10.567  state 100% host; 2",
+        " " * 16 + "layers recompute",
+    ),
+    ("  no columns, and what is told is --on-names", "  no columns, and what is told is", "      --on-names"),
+    ("  nothing fits below a column on the  far right", "  nothing fits below a column on the", "      far right"),
+    ("see /a/path/of/more/than/forty/columns/in/all.json", "see", "    /a/path/of/more/than/forty/columns/in/all.json"),
+]
+"""In 40 columns."""
+
+
+@pytest.mark.parametrize(("line", "first", "second"), LONG)
+def test_long_lines_go_on_below_their_last_column(
+    line: str, first: str, second: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen red: a terminal breaks them at its edge, below the first column; an indented line that lost its indent."""
     monkeypatch.setenv("COLUMNS", "40")
-    rows = "  GiB   step s  choice\n  9.9   10.567  state 100% host; 2 layers recompute\n"
-    told = "no columns here, but a line --that is longer\n"
-    assert wrapped(rows + told) == (
-        "  GiB   step s  choice\n  9.9   10.567  state 100% host; 2\n                layers recompute\n"
-        "no columns here, but a line --that is\n    longer\n"
-    )
+    short = "  GiB   step s  choice\n\n    told\n"
+    assert wrapped(f"{short}{line}\n{short}") == f"{short}{first}\n{second}\n{short}"
 
 
-@pytest.mark.parametrize("command", ["train", "verify"])
-def test_the_first_line_comes_before_torch_is_imported(command: str) -> None:
-    """Importing torch takes longer than a second."""
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("train", "qwen3_moe_tiny_pretrain_config, 50 iterations"),
+        ("verify", "comparing runs of qwen3_moe_tiny_pretrain_config"),
+    ],
+)
+def test_the_first_line_comes_before_torch_is_imported(command: str, says: str) -> None:
+    """Importing torch takes longer than a second. Seen red: torch imported above the line; no line."""
     code = f"import sys; sys.modules['torch'] = None; from hostward.cli import main; main(['{command}'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert "qwen3_moe_tiny_pretrain_config" in done.stderr.splitlines()[0]
+    assert says in done.stderr.splitlines()[0]
     assert done.stderr.splitlines()[0].endswith("; loading PyTorch")
     assert done.stdout == ""

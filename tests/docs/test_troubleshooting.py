@@ -13,6 +13,13 @@ PAGE = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
 OF_MEGATRON = re.findall(r"^\*\*`([^`]*)`", PAGE.partition("## Messages of Megatron")[2].partition("\n## ")[0], re.M)
 
 
+def test_every_symptom_names_its_test() -> None:
+    """Seen red: three of them named none."""
+    symptoms = [text for text in PAGE.split("\n\n") if text.startswith("**")]
+    assert len(symptoms) > 18
+    assert [text for text in symptoms if "\n*Test:* `tests/" not in text] == []
+
+
 def test_every_test_that_is_named_exists() -> None:
     named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", PAGE)
     assert len(named) > 12

@@ -11,6 +11,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -358,6 +359,21 @@ def test_a_module_may_be_cast_after_a_step(mix: str) -> None:
     with pytest.raises(ModelError, match="when the optimizer was made"):
         optimizer.step()
     assert model.to("meta").head.weight.grad.device.type == "meta"
+
+
+def test_without_the_context_gradients_stay_until_the_step_and_the_weights_are_the_same() -> None:
+    """Seen red: gradients taken in every backward."""
+    found = []
+    for context in (True, False):
+        model, optimizer = make("host")
+        for step in range(2):
+            with optimizer.accumulate(last=True) if context else nullcontext():
+                loss_of(model, step).backward()
+            assert isinstance(model.head.weight.grad, OffloadedGrad) is context
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(snapshot(model, optimizer))
+    assert_equal(*found)
 
 
 def test_another_optimizer_may_take_over_a_model_with_placeholders() -> None:

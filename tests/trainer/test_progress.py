@@ -16,12 +16,13 @@ from cli_runs import SMALL, offloaded
 from run_fixtures import Cli
 
 from hostward.cli import run_files
-from hostward.cli.output import Progress, duration, fitted
+from hostward.cli.output import RECENT, Progress, duration, fitted, parts
 from hostward.cli.run_files import Scalars
 from hostward.config.overrides import apply_overrides
 from hostward.recipes import load
 from hostward.trainer import loop, setup
 from hostward.trainer.memory_sampler import MemorySampler
+from hostward.trainer.report import newest_row
 from hostward.trainer.run import Run
 
 TINY = "qwen3_moe_tiny_pretrain_config"
@@ -75,6 +76,18 @@ def test_on_a_terminal_one_line_is_rewritten(prepared: Callable[..., Run]) -> No
 
 def test_times_to_go_are_told_in_one_unit() -> None:
     assert [duration(s) for s in (0.4, 119.0, 120.0, 7199.0, 7200.0)] == ["0 s", "119 s", "2 min", "120 min", "2.0 h"]
+
+
+def test_the_time_left_is_that_of_the_iterations_to_come_at_the_recent_rate(prepared: Callable[..., Run]) -> None:
+    """Seen red: all iterations instead of those to come; the first and older ones in the mean; their sum."""
+    run = prepared("train.train_iters=2")
+    loop.train(run)
+    run.config.train.train_iters = 32
+    run.iteration_s[:] = [1e5, 1e4, *[2.0, 4.0] * (RECENT // 2)]
+    newest = newest_row(run)
+    assert "90 s left" in parts(run, newest)
+    del run.iteration_s[1:]
+    assert "left" not in " ".join(parts(run, newest))
 
 
 def test_a_terminal_is_not_drawn_too_often_but_for_the_last(prepared: Callable[..., Run]) -> None:

@@ -150,8 +150,8 @@ def _fitting(line: str, width: int) -> str:
     if len(line.rstrip()) <= width:
         return line
     gaps = [gap.end() for gap in _GAP.finditer(line) if gap.end() <= width * 3 // 4]
-    start = gaps[-1] if gaps else 0
-    hang = " " * (start or len(line) - len(line.lstrip()) + 4)
+    start = gaps[-1] if gaps else len(line) - len(line.lstrip())
+    hang = " " * (start if gaps else start + 4)
     return _filled(line[start:].strip(), width, line[:start], hang) + "\n"
 
 
