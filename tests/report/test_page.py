@@ -447,7 +447,9 @@ def test_medians_are_told_from_other_times() -> None:
 def test_pictures_need_matplotlib_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
-    with pytest.raises(ConfigError, match=r"--png needs the package matplotlib.*\n  fix: .*'hostward\[report\]'"):
+    with pytest.raises(
+        ConfigError, match=r"--png needs the package matplotlib.*\n  why: .*\n  fix: .*'hostward\[report\]'"
+    ):
         png.draw_all(gpu_report(), None, tmp_path)
 
 

@@ -210,7 +210,7 @@ def test_tensorboard_that_is_not_installed_is_refused_first(
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     outcome = refused(f"logger.tensorboard_dir={tmp_path / 'board'}")
     assert "needs the package tensorboard, which is not installed" in outcome.err
-    assert "fix: pip install 'hostward[report]', or leave" in outcome.err
+    assert "'hostward[report]'" in outcome.err
     assert not (tmp_path / "board").exists()
 
 

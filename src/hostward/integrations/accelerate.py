@@ -15,17 +15,19 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
-from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType
 
 from hostward.attachment import Attachment, attach, layers_of
 from hostward.checkpoint.torch_adamw import from_torch_adamw
 from hostward.config.schema import nearest
-from hostward.errors import CheckpointError, ConfigError, ModelError, UnknownNameError
+from hostward.errors import CheckpointError, ConfigError, ModelError, UnknownNameError, needed_for
 from hostward.optim.adamw import OPTIONS, AdamW
 from hostward.optim.param_groups import check_variants
 from hostward.optim.placement import planned
+
+with needed_for("hostward.integrations.accelerate", "accelerate"):
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.utils import DistributedType
 
 _OF_LAYERS = ("activations", "weights", "recompute", "layers", "force")
 """Options of `hostward.attach`; `plan` is one of both."""

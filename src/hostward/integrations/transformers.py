@@ -12,9 +12,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from transformers import Trainer
 
-from hostward.errors import ConfigError
+from hostward.errors import ConfigError, needed_for
+
+with needed_for("hostward.integrations.transformers", "transformers"):
+    import accelerate  # noqa: F401
+    from transformers import Trainer
+
 from hostward.integrations.accelerate import OffloadedOptimizer, offload, require_supported
 
 T = TypeVar("T", bound=Trainer)
