@@ -102,6 +102,19 @@ def require_supported(accelerator: Accelerator) -> None:
 
 
 def _require_plain_adamw(optimizer: object) -> None:
+    if isinstance(optimizer, AcceleratedOptimizer):
+        raise ConfigError(
+            "offload() with an optimizer that accelerator.prepare() or offload() has returned",
+            why="hostward.AdamW is made in accelerator.prepare(), and from a torch.optim.AdamW",
+            fix="call offload(accelerator, torch.optim.AdamW(...), model) once, before accelerator.prepare(), and give "
+            "prepare() what it returns",
+        )
+    if isinstance(optimizer, AdamW):
+        raise ConfigError(
+            "offload() with a hostward.AdamW",
+            why="offload() makes it itself, in accelerator.prepare(), and from a torch.optim.AdamW",
+            fix="offload(accelerator, torch.optim.AdamW(...), model, offload_fraction=1.0)",
+        )
     if type(optimizer) is not torch.optim.AdamW:
         raise ConfigError(
             f"offload() with {type(optimizer).__module__}.{type(optimizer).__qualname__}",
@@ -192,7 +205,8 @@ class OffloadedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
                 "the offloaded optimizer is not there",
                 why="accelerator.prepare() has not been called with it, or offload() was called again for the same "
                 "accelerator, which follows one optimizer",
-                fix="model, optimizer = accelerator.prepare(model, optimizer), once offload() has returned it",
+                fix="model, optimizer = accelerator.prepare(model, optimizer), once offload() has returned it; a "
+                "Trainer calls both: use its optimizer after train() has begun",
             )
         return self.optimizer
 
