@@ -322,7 +322,7 @@ def saved_parts(
         raise CheckpointError(
             "not an optimizer state of hostward",
             why=f"its format is {state_dict.get('format')!r}, expected {STATE_FORMAT}",
-            fix="convert a torch.optim.AdamW state with hostward.checkpoint.torch_adamw.from_torch_adamw",
+            fix="convert a torch.optim.AdamW state with hostward.convert.from_torch_adamw",
         )
     if not _is_whole(state, groups):
         raise CheckpointError(
