@@ -271,8 +271,15 @@ def test_requests_that_cannot_be_met_are_refused(tmp_path: Path) -> None:
             made(at(1.0), tmp_path, model=model, optimizers=(optimizer, None)).train()
     with pytest.raises(ConfigError, match=r"TrainingArguments\(max_grad_norm"):
         made(at(1.0, max_grad_norm=1.0), tmp_path)
-    with pytest.raises(UnknownNameError, match="did you mean activations"):
-        made(at(1.0, activation=1), tmp_path).train()
+    with pytest.raises(UnknownNameError, match=r"offloading\(\) has no option 'activation'(.|\n)*mean activations"):
+        at(1.0, activation=1)
+
+
+def test_without_a_word_on_what_all_state_is_offloaded(tmp_path: Path) -> None:
+    for options, fraction in (({}, 1.0), ({"activations": 1}, 0.0)):
+        trainer = made(offloading(Trainer, **options), tmp_path, max_steps=1)
+        trainer.train()
+        assert trainer.optimizer.optimizer.plan.placed_fraction == fraction
 
 
 @pytest.mark.parametrize(("name", "needs"), [("trainer", "transformers"), ("trl_sft", "trl")])

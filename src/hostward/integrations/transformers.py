@@ -20,7 +20,7 @@ with needed_for("hostward.integrations.transformers", "transformers"):
     import accelerate  # noqa: F401
     from transformers import Trainer
 
-from hostward.integrations.accelerate import OffloadedOptimizer, offload, require_supported
+from hostward.integrations.accelerate import OffloadedOptimizer, offload, require_options, require_supported
 
 T = TypeVar("T", bound=Trainer)
 _Base: Any = Trainer if TYPE_CHECKING else object
@@ -36,6 +36,10 @@ class OffloadingTrainer(_Base):  # type: ignore[misc]
     optimizer: Any
     offload_options: Mapping[str, Any] = {"offload_fraction": 1.0}
     """Options of `hostward.AdamW` and `hostward.attach`, as for `offloading`."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        require_options("offloading()", cls.offload_options)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator. Raises ConfigError for DeepSpeed, FSDP1 and DataParallel."""
@@ -95,14 +99,16 @@ def offloading(trainer: type[T], **options: Any) -> type[T]:
     Args:
         trainer: `transformers.Trainer`, or any subclass of it.
         options: of `hostward.AdamW` (offload_fraction, streamed_fraction, gradients, ...), of `hostward.attach`
-            (activations, weights, recompute, layers), and plan for both. What `TrainingArguments` say is none of them.
+            (activations, weights, recompute, layers), and plan for both. Where none says what to offload,
+            offload_fraction is 1.0. What `TrainingArguments` say is none of them.
 
     Returns:
         The class; the same one for the same trainer and equal options.
 
     Raises:
-        ConfigError: `trainer` is no subclass of Trainer. When the trainer is made: DeepSpeed, FSDP1 and DataParallel.
-            When it begins to train: an optimizer that is not AdamW, and what `offload` and `hostward.AdamW` raise.
+        UnknownNameError: an option that does not exist. ConfigError: `trainer` is no subclass of Trainer. When the
+            trainer is made: DeepSpeed, FSDP1 and DataParallel. When it begins to train: an optimizer that
+            is not AdamW, and what `offload` and `hostward.AdamW` raise.
     """
     given: object = trainer
     if not (isinstance(given, type) and issubclass(given, Trainer)):
