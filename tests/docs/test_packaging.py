@@ -120,3 +120,14 @@ def test_a_build_without_a_compiler_says_in_one_line_what_to_install(tmp_path: P
     assert built.returncode != 0
     assert "hostward needs a C++ compiler: install g++, or set CXX to another" in built.stderr.splitlines()[1]
     assert len(built.stderr.splitlines()) < 8
+
+
+def test_the_script_without_a_compiler_says_so_too(tmp_path: Path) -> None:
+    environment = {**os.environ, "CXX": str(tmp_path / "g++")}
+    command = [str(ROOT / "native/build.sh"), str(tmp_path / "native")]
+    built = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert built.returncode == 1
+    assert (
+        built.stderr
+        == f"hostward needs a C++ compiler, and there is no {tmp_path}/g++: install g++, or set CXX to another\n"
+    )
