@@ -53,7 +53,7 @@ def _title(found: Answer) -> str:
     gpu = hardware.gpu.name if hardware.gpu else "no GPU"
     sequences = "sequence" if workload.microbatch_sequences == 1 else "sequences"
     numel = workload.inventory.numel * workload.ranks
-    what = f"{workload.name}: {f'{numel / 1e9:.2f} B' if numel >= 1e7 else f'{numel:,}'} trained parameters"
+    what = f"{workload.name}: {f'{numel / 1e9:.2f} B' if numel >= 1e9 else f'{numel:,}'} trained parameters"
     counts = f"{workload.microbatches} x {workload.microbatch_sequences} {sequences} of {workload.sequence_tokens:,}"
     measured = f", measured {hardware.measured_at}" if hardware.measured_at else ""
     lines = [
