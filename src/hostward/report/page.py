@@ -141,7 +141,7 @@ def _memory(report: RunReport) -> Iterator[str]:
 
 def _stacked(name: str, stack: Stack, note: str, peak: int | None) -> Iterator[str]:
     scale, unit = unit_of(max(stack.most, peak or 0))
-    text = ", ".join(f"{role} {size(max(layer))} of what is drawn" for role, layer in stack.layers.items())
+    text = "at the most, " + ", ".join(f"{role} {size(max(layer))}" for role, layer in stack.layers.items())
     entries = [
         (FILLS[role], f"{REST if role == ACTIVATIONS and name == 'Device' else role}, {size(max(layer))}")
         for role, layer in stack.layers.items()
