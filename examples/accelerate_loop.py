@@ -1,6 +1,7 @@
 """Train in a loop of accelerate with all optimizer state offloaded: python examples/accelerate_loop.py
 
-Needs no GPU and no network. The loop below the one line is as accelerate's own examples have it.
+Needs pip install -c constraints.txt '.[accelerate]'; no GPU and no network. The loop below the one line is as
+accelerate's own examples have it.
 """
 
 import tempfile

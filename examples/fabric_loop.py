@@ -1,4 +1,7 @@
-"""Train in a loop of Fabric with optimizer state offloaded: pip install lightning; python examples/fabric_loop.py."""
+"""Train in a loop of Fabric with optimizer state offloaded: python examples/fabric_loop.py
+
+Needs pip install -c constraints.txt '.[lightning]'; no GPU and no network.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Train under Lightning with optimizer state offloaded: pip install lightning; python examples/lightning_module.py."""
+"""Train under Lightning with optimizer state offloaded: python examples/lightning_module.py
+
+Needs pip install -c constraints.txt '.[lightning]'; no GPU and no network.
+"""
 
 from __future__ import annotations
 

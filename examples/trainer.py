@@ -1,6 +1,7 @@
 """Train a tiny Llama with transformers' Trainer and all optimizer state offloaded: python examples/trainer.py
 
-Needs no GPU and no network. Model and data are random, so only the mechanics are of interest.
+Needs pip install -c constraints.txt '.[transformers]'; no GPU and no network. Model and data are random, so only the
+mechanics are of interest.
 """
 
 import tempfile

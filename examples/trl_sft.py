@@ -1,6 +1,6 @@
 """Fine-tune adapters with TRL's SFTTrainer, their state and the frozen weights offloaded: python examples/trl_sft.py
 
-Needs trl, peft and datasets; no GPU and no network. Model, words and text are made up here.
+Needs pip install -c constraints.txt '.[trl]'; no GPU and no network. Model, words and text are made up here.
 """
 
 import tempfile

@@ -4,6 +4,10 @@ set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 out=${1:?usage: native/build.sh OUT_DIR}
 cxx=${CXX:-g++}
+command -v "$cxx" >/dev/null || {
+    echo "hostward needs a C++ compiler, and there is no $cxx: install g++, or set CXX to another" >&2
+    exit 1
+}
 mkdir -p "$out"
 objects=$(mktemp -d)
 trap 'rm -rf "$objects"' EXIT

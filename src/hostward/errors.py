@@ -6,8 +6,9 @@ line prints the three and exits with `exit_code`; a traceback is shown only with
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 
 class ExitCode(enum.IntEnum):
@@ -64,6 +65,10 @@ class NotBuiltError(ConfigError):
     """Report an option that exists and that this version does not support yet."""
 
 
+class MissingPackageError(ConfigError, ImportError):
+    """Report a package that is not installed, and the extra of hostward that brings it."""
+
+
 class DataError(HostwardError):
     """Report training data that is missing, empty, unreadable or malformed."""
 
@@ -102,3 +107,30 @@ class RankError(HostwardError):
 
 class OrderingError(HostwardError):
     """Report two operations that use the same bytes, one of them writing, without an order between them."""
+
+
+@contextlib.contextmanager
+def needed_for(use: str, extra: str, *, otherwise: str = "") -> Iterator[None]:
+    """Return a context for imports of packages that an extra of hostward brings.
+
+    Args:
+        use: what needs them: the start of the error's first line.
+        extra: the extra, a key of `optional-dependencies` in pyproject.toml; several are separated by commas.
+        otherwise: another way out, besides installing.
+
+    Raises:
+        MissingPackageError: one of them, or a package that it needs itself, is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise MissingPackageError(
+            f"{use} needs the package {error.name}, which is not installed",
+            why=f"the extra [{extra}] of hostward brings it",
+            fix=install(extra) + (otherwise and f"; or {otherwise}"),
+        ) from error
+
+
+def install(extra: str) -> str:
+    """Return the command that installs an extra, beside an installed hostward and in a clone."""
+    return f"pip install 'hostward[{extra}]' (in a clone that is not installed: '.[{extra}]')"

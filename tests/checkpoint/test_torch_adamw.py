@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import hostward
 from hostward.checkpoint.torch_adamw import from_torch_adamw, to_torch_adamw
 from hostward.errors import CheckpointError
 
@@ -137,6 +138,12 @@ def test_moments_of_a_16_bit_torch_model_are_widened_exactly() -> None:
         assert state[name]["exp_avg"].dtype == torch.float32
         assert same_bits(state[name]["exp_avg"].to(torch.bfloat16), kept)
         assert same_bits(state[name]["master"], masters[name])
+    names = [group["param_names"] for group in optimizer.param_groups]
+    ours = hostward.AdamW([{"params": [(name, parameters[name]) for name in group]} for group in names])
+    with pytest.raises(
+        CheckpointError, match=r"no master for parameter .*\n.*16-bit.*\n.*from_torch_adamw\(\.\.\., masters="
+    ):
+        ours.load_state_dict(from_torch_adamw(optimizer.state_dict()))
 
 
 def test_t50_a_parameter_torch_never_stepped_gets_step_zero_and_zeros() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -155,6 +156,16 @@ def test_options_by_hand_are_judged_before_the_model_is_traced(
     found = cli("plan", *TINY, *words)
     assert found.code == 2
     assert f"error: {words[0]}" in found.err
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    found = cli("plan", *TINY)
+    assert found.code == 2
+    assert "error: planning needs the package scipy" in found.err
+
+
+def test_less_than_a_billion_parameters_are_counted_one_by_one(cli: Cli, config_file: Path) -> None:
+    config_file.write_text(json.dumps(LLAMA | {"vocab_size": 30_000}))
+    found = cli("plan", "--config", config_file, "--seq", "16", "--batch", "1")
+    assert re.search(r"^\w+: 1\d,\d{3},\d{3} trained parameters", found.out)
 
 
 def test_options_of_a_recipe_are_not_the_planners_to_choose(cli: Cli, tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ import hostward
 from hostward import recipes
 from hostward.config.overrides import apply_overrides, deepspeed_name, unknown_flag
 from hostward.config.validate import check
+from hostward.errors import ConfigError
+from hostward.integrations.deepspeed import from_deepspeed
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/migrate.md").read_text(encoding="utf-8")
 
@@ -60,6 +62,16 @@ def test_keys_of_deepspeed_are_the_options_of_the_command() -> None:
     meant = [set(re.findall(r"\b\w+\.\w+\b", deepspeed_name(path) or "")) for path in paths(json.loads(before))]
     assert all(options & written for options in meant)
     assert written <= set().union(*meant)
+
+
+def test_from_deepspeed_takes_the_file_without_what_the_page_says() -> None:
+    file = json.loads(blocks("DeepSpeed")[0])
+    elsewhere = ("bf16", "train_batch_size", "train_micro_batch_size_per_gpu")
+    with pytest.raises(ConfigError, match=f"^{len(elsewhere)} keys"):
+        from_deepspeed(file)
+    rest = {key: value for key, value in file.items() if key not in elsewhere}
+    assert from_deepspeed(rest) == {"offload_fraction": 0.5, "max_grad_norm": 1.0}
+    assert "takes the same file without `bf16` and the two batch sizes" in PAGE
 
 
 def trained(code: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -170,6 +170,12 @@ def test_requests_that_cannot_be_met_are_refused(accelerator_of: Callable[..., A
     refused(UnknownNameError, "did you mean offload_fraction", ofload_fraction=1.0)
     refused(UnknownNameError, "the given optimizer has it", lr=1.0)
     refused(ConfigError, r"torch\.optim\.sgd\.SGD", torch.optim.SGD(model.parameters()))
+    refused(
+        ConfigError,
+        r"once, before accelerator\.prepare",
+        accelerator_of().prepare(torch.optim.AdamW(model.parameters())),
+    )
+    refused(ConfigError, "makes it itself", hostward.AdamW(model))
     refused(ConfigError, "amsgrad=True", torch.optim.AdamW(model.parameters(), amsgrad=True))
     stepped = torch.optim.AdamW(model.parameters())
     mlp_loss(model, 0).backward()
@@ -191,7 +197,7 @@ def test_what_a_step_cannot_do_is_refused(accelerator_of: Callable[..., Any]) ->
     model = mlp()
     early = offload(accelerator, torch.optim.AdamW(model.parameters()), model)
     for use in (early.step, early.state_dict, lambda: accelerator.backward(mlp_loss(model, 0))):
-        with pytest.raises(ModelError, match=r"accelerator\.prepare"):
+        with pytest.raises(ModelError, match=r"accelerator\.prepare.*after train\(\) has begun"):
             use()
     loop = Loop(accelerator, offload_fraction=1.0)
     with pytest.raises(ModelError, match="follows one optimizer"):

@@ -16,7 +16,7 @@ from optimizer_cases import assert_equal, backend
 
 import hostward
 from hostward import cli
-from hostward.errors import ConfigError, UnknownNameError
+from hostward.errors import ConfigError, HostwardError, UnknownNameError
 from hostward.runtime.backend import Lane
 
 accelerate = pytest.importorskip("accelerate")
@@ -259,12 +259,27 @@ def test_requests_that_cannot_be_met_are_refused(tmp_path: Path) -> None:
     assert offloading(Trainer, offload_fraction=1.0) is offloading(Trainer, offload_fraction=1.0)
     with pytest.raises(ConfigError, match="no class of trainers"):
         offloading(Trainer(model=tiny_llama(), args=TrainingArguments(str(tmp_path), use_cpu=True)))
-    with pytest.raises(ConfigError, match="optim='sgd' makes SGD"):
+    with pytest.raises(ConfigError, match=r"optim='sgd' makes torch\.optim\.sgd\.SGD"):
         made(at(1.0), tmp_path, optim="sgd").train()
+    model, other = tiny_llama(), tiny_llama()
+    for optimizer, text in (
+        (torch.optim.SGD(model.parameters()), r"optimizers= holds torch\.optim\.sgd\.SGD(.|\n)*leave optimizers= out"),
+        (hostward.AdamW(model), r"makes hostward\.AdamW itself"),
+        (torch.optim.AdamW(other.parameters()), "those of another model"),
+    ):
+        with pytest.raises(HostwardError, match=text):
+            made(at(1.0), tmp_path, model=model, optimizers=(optimizer, None)).train()
     with pytest.raises(ConfigError, match=r"TrainingArguments\(max_grad_norm"):
         made(at(1.0, max_grad_norm=1.0), tmp_path)
-    with pytest.raises(UnknownNameError, match="did you mean activations"):
-        made(at(1.0, activation=1), tmp_path).train()
+    with pytest.raises(UnknownNameError, match=r"offloading\(\) has no option 'activation'(.|\n)*mean activations"):
+        at(1.0, activation=1)
+
+
+def test_without_a_word_on_what_all_state_is_offloaded(tmp_path: Path) -> None:
+    for options, fraction in (({}, 1.0), ({"activations": 1}, 0.0)):
+        trainer = made(offloading(Trainer, **options), tmp_path, max_steps=1)
+        trainer.train()
+        assert trainer.optimizer.optimizer.plan.placed_fraction == fraction
 
 
 @pytest.mark.parametrize(("name", "needs"), [("trainer", "transformers"), ("trl_sft", "trl")])

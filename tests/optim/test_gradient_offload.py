@@ -80,6 +80,7 @@ def test_h64_any_use_of_a_gradient_that_was_taken_is_a_typed_error(use: str) -> 
     assert caught.value.what.startswith("the gradient of parameter 'head.weight' is not in .grad any more (")
     assert caught.value.why == "the optimizer took it during backward, and its bytes may be on the host by now"
     assert "max_grad_norm" in caught.value.fix
+    assert "accelerator.clip_grad_norm_(model.parameters(), ...)" in caught.value.fix
     assert "optimizer.grad_norm" in caught.value.fix
     optimizer.step()
     with pytest.raises(ModelError) as caught:

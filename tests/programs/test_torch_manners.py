@@ -121,7 +121,7 @@ def test_a_module_that_is_garbage_does_not_count() -> None:
 
 NAMELESS: dict[str, tuple[Callable[[], Any], str]] = {
     "of no module": (lambda: adamw([torch.nn.Parameter(torch.zeros(3))]), "parameters without names"),
-    "of another module": (lambda: adamw(mlp().parameters(), module=Model()), "parameters without names"),
+    "of another module": (lambda: adamw(mlp().parameters(), module=Model()), r"given Model\n.*those of another model"),
     "of two modules": (
         lambda: adamw([p for m in (mlp(), Model()) for p in m.parameters()]),
         "parameters without names",

@@ -365,6 +365,22 @@ def test_forward_and_backward_are_told_where_they_are_known() -> None:
     assert not page.all("rect", class_="fill-forward")
 
 
+@pytest.mark.parametrize(("report", "name"), [(gpu_report(), "GPU idle"), (simulated(gpu_report()), "exposed")])
+def test_the_page_says_what_its_seconds_and_bytes_are_of(report: RunReport, name: str) -> None:
+    text = sections(read_html(render(report, gpu_trace())))
+    lanes, measured, memory = (
+        text[title]
+        for title in ("One step, stream by stream", "Predicted against measured", "Memory over time, by owner")
+    )
+    assert "Of step 6 alone:" in lanes
+    assert f"of it, {name}, mean of iterations 38 to 39" in measured
+    assert "device, most at any time" in memory
+    assert "The legend has the most that is drawn." in memory
+    assert "at most" not in memory
+    assert ("the GPU's own work" in lanes) != report.simulated
+    assert ("the device's own work" in lanes) == report.simulated
+
+
 def test_nothing_is_page_locked_without_a_gpu() -> None:
     assert "pinned host memory" not in render(simulated(gpu_report()), gpu_trace())
     assert "pinned host memory" in render(gpu_report(), gpu_trace())
@@ -447,7 +463,9 @@ def test_medians_are_told_from_other_times() -> None:
 def test_pictures_need_matplotlib_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
-    with pytest.raises(ConfigError, match=r"--png needs the package matplotlib.*\n  fix: .*'hostward\[report\]'"):
+    with pytest.raises(
+        ConfigError, match=r"--png needs the package matplotlib.*\n  why: .*\n  fix: .*'hostward\[report\]'"
+    ):
         png.draw_all(gpu_report(), None, tmp_path)
 
 

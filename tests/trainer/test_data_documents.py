@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from hostward.errors import DataError
+from hostward.errors import DataError, MissingPackageError
 from hostward.trainer.data.dataset import TokenDataset, build_dataset
 from hostward.trainer.data.documents import jsonl_documents
 from hostward.trainer.data.tokenizer import ByteTokenizer, Document
@@ -163,9 +163,8 @@ def test_parquet_bad_input(tmp_path: Path) -> None:
 def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    refused(
-        tmp_path / "a.parquet", r"needs the package pyarrow, which is not installed.*pip install 'hostward\[train\]'"
-    )
+    with pytest.raises(MissingPackageError, match=r"needs the package pyarrow, .*\n.*\n.*'hostward\[train\]'"):
+        build(tmp_path / "a.parquet")
 
 
 def test_a_tokenizer_folder_gives_its_ids_and_its_end_of_document(tmp_path: Path, tokenizer_folder: Path) -> None:

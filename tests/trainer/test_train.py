@@ -72,7 +72,7 @@ def test_table_shows_the_numbers_of_the_json_in_80_columns(train: Cli, monkeypat
     assert rows["optimizer state"] == [f"{state}: {report['placed_fraction']:.2%} offloaded, 50.00% asked for"]
     moved = (size(report[f"moved_{way}_bytes"]) for way in ("d2h", "h2d"))
     assert rows["moved in all"] == ["{} to the host, {} to the device".format(*moved)]
-    assert "memory in steady state, MiB" in outcome.out
+    assert "most memory at any time, MiB" in outcome.out
     for owner in memory["device_by_owner_bytes"].keys() | memory["host_by_owner_bytes"].keys():
         columns = [memory[f"{tier}_by_owner_bytes"].get(owner, 0) for tier in ("device", "host")]
         assert rows[owner] == [f"{b / 2**20:.1f}" for b in columns if b]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from hostward.errors import ExitCode
+from hostward.errors import ExitCode, install
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,10 +18,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("hostward"):
             raise
-        print(
-            f"error: the command line needs {error.name}, which is not installed\n  fix: pip install 'hostward[train]'",
-            file=sys.stderr,
-        )
+        what = f"the command line needs the package {error.name}, which is not installed"
+        print(f"error: {what}\n  fix: {install('train')}", file=sys.stderr)
         return ExitCode.ERROR
     return run(arguments)
 

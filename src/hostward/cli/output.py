@@ -304,7 +304,8 @@ def parts(run: Run, row: StepRow) -> list[str]:
     until = run.config.train.train_iters
     said = [f"{row.iteration + 1}/{until}", _memory_part(run, row)]
     if run.offload is not None:
-        said.append(f"exposed {run.offload.exposed_s:.3f} s")
+        first, last = run.offload.first_iteration + 1, run.offload.last_iteration
+        said.append(f"exposed {run.offload.exposed_s:.3f} s in {first}-{last}")
     recent = run.iteration_s[1:][-RECENT:]  # the first compiles and allocates
     if recent:
         said.append(f"{duration((until - row.iteration - 1) * sum(recent) / len(recent))} left")

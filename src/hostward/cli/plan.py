@@ -120,8 +120,10 @@ def plan(
     from hostward.plan.hardware_profile import PROFILES
     from hostward.plan.render import compared, render
     from hostward.plan.result import Question
+    from hostward.plan.solver import require_scipy
     from hostward.trainer.plan_request import by_hand, forced_by_hand
 
+    require_scipy()
     counts = _counts(gpus)
     if len(counts) > 1 and (plot is not None or json_file is not None):
         raise ConfigError(f"--gpus {gpus} with --json or --plot, which describe one plan", fix=f"--gpus {counts[-1]}")

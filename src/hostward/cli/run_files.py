@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hostward.checkpoint.files import read_latest
 from hostward.cli.output import require_folder
-from hostward.errors import ConfigError, HostwardError
+from hostward.errors import HostwardError, needed_for
 from hostward.report.schema import REPORT_FILE, TRACE_FILE, Ended, RunReport
 
 if TYPE_CHECKING:
@@ -193,14 +193,9 @@ class ScalarWriter(Protocol):
 
 
 def require_tensorboard(folder: str) -> None:
-    """Raise ConfigError if TensorBoard is missing, before a run rather than in it."""
-    try:
+    """Raise MissingPackageError without TensorBoard, before a run rather than in it."""
+    with needed_for(f"logger.tensorboard_dir={folder}", "report", otherwise="leave logger.tensorboard_dir at null"):
         import torch.utils.tensorboard  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"logger.tensorboard_dir={folder} needs the package {error.name}, which is not installed",
-            fix="pip install 'hostward[report]', or leave logger.tensorboard_dir at null",
-        ) from error
 
 
 def open_writer(folder: str) -> ScalarWriter:

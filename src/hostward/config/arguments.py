@@ -55,7 +55,8 @@ def require_fewer(count: int | None, layers: int) -> None:
     """Raise ConfigError unless `count` first layers leave out the last one of `layers`. None: all but the last."""
     if count is not None and not 0 < count < layers:
         raise ConfigError(
-            f"CPU offloading can be done only for layers less than {layers}",
-            why=f"the model has {layers} layers, and {count} were asked for",
-            fix=f"num_layers between 1 and {layers - 1}: the last layer's backward begins as soon as its forward ends",
+            f"CPU offloading can be done only for layers less than {layers}, the number that the model has: "
+            f"{count} were asked for",
+            why="the last layer stays, because its backward begins as soon as its forward ends",
+            fix=f"give a number of first layers from 1 to {layers - 1}" if layers > 1 else "a model with more layers",
         )

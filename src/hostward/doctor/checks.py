@@ -9,6 +9,7 @@ import re
 
 from hostward.core.units import GIB, MIB
 from hostward.doctor import Finding, Severity
+from hostward.errors import install
 from hostward.kernels.cpu.affinity import LAUNCH_THREADS_PER_RANK, default_threads
 from hostward.machine.facts import (
     LOCK_LIMIT_FIX,
@@ -377,7 +378,7 @@ def versions(facts: Facts) -> list[Finding]:
         use = "hostward needs it" if needed else "hostward train and hostward verify need it; the optimizer does not"
         version = installed.get(name)
         if version is None:
-            command = f"pip install '{name}>={least}'" if needed else "pip install 'hostward[train]'"
+            command = f"pip install '{name}>={least}'" if needed else install("train")
             found.append(Finding(ERROR if needed else NOTE, f"{name} is not installed", use, command))
         elif (numbers := _numbers(version)) and numbers < minimum:
             what = f"{name} is {version}, at least {least} is needed"

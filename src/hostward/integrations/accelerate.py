@@ -15,20 +15,24 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
-from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType
 
 from hostward.attachment import Attachment, attach, layers_of
 from hostward.checkpoint.torch_adamw import from_torch_adamw
 from hostward.config.schema import nearest
-from hostward.errors import CheckpointError, ConfigError, ModelError, UnknownNameError
+from hostward.errors import CheckpointError, ConfigError, ModelError, UnknownNameError, needed_for
 from hostward.optim.adamw import OPTIONS, AdamW
 from hostward.optim.param_groups import check_variants
 from hostward.optim.placement import planned
 
+with needed_for("hostward.integrations.accelerate", "accelerate"):
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.utils import DistributedType
+
 _OF_LAYERS = ("activations", "weights", "recompute", "layers", "force")
 """Options of `hostward.attach`; `plan` is one of both."""
+_WHAT = ("offload_fraction", "plan", "activations", "weights", "recompute")
+"""Options that say what is offloaded; without any of them all optimizer state is."""
 _OF_TORCH = OPTIONS & {
     *("params", "lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "capturable", "differentiable"),
     *("fused", "module", "stages", "tied"),
@@ -54,7 +58,8 @@ def offload(
         optimizer: never stepped. Its groups, with lr, betas, eps and weight_decay, are taken over.
         model: holds all parameters of the optimizer; not yet prepared, or prepared before.
         options: of `hostward.AdamW` (offload_fraction, streamed_fraction, plan, gradients, ...) and of
-            `hostward.attach` (activations, weights, recompute, layers). Layers are attached when `prepare` is over.
+            `hostward.attach` (activations, weights, recompute, layers). Where none of them says what to offload,
+            offload_fraction is 1.0. Layers are attached when `prepare` is over.
             max_grad_norm holds for steps without a call of `clip_grad_norm_`.
 
     Raises:
@@ -62,21 +67,28 @@ def offload(
             scheduler was made over the optimizer before. UnknownNameError: an option that does not exist.
     """
     require_supported(accelerator)
-    for name in options:
-        if name not in _OPTIONS:
-            closest = nearest(name, _OPTIONS)
-            known = ", ".join(sorted(_OPTIONS))
-            raise UnknownNameError(
-                f"offload() has no option {name!r}",
-                why="the given optimizer has it" if name in _OF_TORCH else "",
-                fix=f"did you mean {closest}?" if closest else f"options are {known}",
-            )
+    require_options("offload()", options)
+    if all(options.get(name) is None for name in _WHAT):
+        options["offload_fraction"] = 1.0
     _require_plain_adamw(optimizer)
     hooks = _Hooks.on(accelerator)
     if hooks.optimizer is not None:
         hooks.optimizer.close()
     hooks.optimizer = OffloadedOptimizer(accelerator, optimizer, model, options)
     return hooks.optimizer
+
+
+def require_options(function: str, options: Iterable[str]) -> None:
+    """Raise UnknownNameError if a function has not got one of the options."""
+    for name in options:
+        if name not in _OPTIONS:
+            closest = nearest(name, _OPTIONS)
+            known = ", ".join(sorted(_OPTIONS))
+            raise UnknownNameError(
+                f"{function} has no option {name!r}",
+                why="the given optimizer has it" if name in _OF_TORCH else "",
+                fix=f"did you mean {closest}?" if closest else f"options are {known}",
+            )
 
 
 def require_supported(accelerator: Accelerator) -> None:
@@ -100,6 +112,19 @@ def require_supported(accelerator: Accelerator) -> None:
 
 
 def _require_plain_adamw(optimizer: object) -> None:
+    if isinstance(optimizer, AcceleratedOptimizer):
+        raise ConfigError(
+            "offload() with an optimizer that accelerator.prepare() or offload() has returned",
+            why="hostward.AdamW is made in accelerator.prepare(), and from a torch.optim.AdamW",
+            fix="call offload(accelerator, torch.optim.AdamW(...), model) once, before accelerator.prepare(), and give "
+            "prepare() what it returns",
+        )
+    if isinstance(optimizer, AdamW):
+        raise ConfigError(
+            "offload() with a hostward.AdamW",
+            why="offload() makes it itself, in accelerator.prepare(), and from a torch.optim.AdamW",
+            fix="offload(accelerator, torch.optim.AdamW(...), model, offload_fraction=1.0)",
+        )
     if type(optimizer) is not torch.optim.AdamW:
         raise ConfigError(
             f"offload() with {type(optimizer).__module__}.{type(optimizer).__qualname__}",
@@ -190,7 +215,8 @@ class OffloadedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
                 "the offloaded optimizer is not there",
                 why="accelerator.prepare() has not been called with it, or offload() was called again for the same "
                 "accelerator, which follows one optimizer",
-                fix="model, optimizer = accelerator.prepare(model, optimizer), once offload() has returned it",
+                fix="model, optimizer = accelerator.prepare(model, optimizer), once offload() has returned it; a "
+                "Trainer calls both: use its optimizer after train() has begun",
             )
         return self.optimizer
 

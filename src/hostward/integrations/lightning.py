@@ -12,15 +12,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning.fabric import Fabric
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 
 from hostward.attachment import Activations, Attachment, attach
-from hostward.errors import ConfigError, ModelError, NotBuiltError
+from hostward.errors import ConfigError, ModelError, NotBuiltError, needed_for
 from hostward.optim.adamw import Accumulation, AdamW
 from hostward.weights.offload import Weights
+
+with needed_for("hostward.integrations.lightning", "lightning"):
+    from lightning.fabric import Fabric
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 
 
 class OffloadCallback(Callback):  # type: ignore[misc]

@@ -12,10 +12,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from transformers import Trainer
 
-from hostward.errors import ConfigError
-from hostward.integrations.accelerate import OffloadedOptimizer, offload, require_supported
+from hostward.errors import ConfigError, needed_for
+from hostward.optim.adamw import AdamW
+
+with needed_for("hostward.integrations.transformers", "transformers"):
+    import accelerate  # noqa: F401
+    from transformers import Trainer
+
+from hostward.integrations.accelerate import OffloadedOptimizer, offload, require_options, require_supported
 
 T = TypeVar("T", bound=Trainer)
 _Base: Any = Trainer if TYPE_CHECKING else object
@@ -28,8 +33,13 @@ class OffloadingTrainer(_Base):  # type: ignore[misc]
     trains and afterwards.
     """
 
+    optimizer: Any
     offload_options: Mapping[str, Any] = {"offload_fraction": 1.0}
     """Options of `hostward.AdamW` and `hostward.attach`, as for `offloading`."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        require_options("offloading()", cls.offload_options)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator. Raises ConfigError for DeepSpeed, FSDP1 and DataParallel."""
@@ -48,19 +58,31 @@ class OffloadingTrainer(_Base):  # type: ignore[misc]
         """Make the trainer's own AdamW, and have it offloaded.
 
         Raises:
-            ConfigError: `args.optim` makes another optimizer than torch.optim.AdamW, or `offload` refuses an option.
+            ConfigError: `args.optim` or `optimizers=` is another optimizer than torch.optim.AdamW, or `offload` refuses
+                an option.
         """
+        given = self.optimizer
         made = super().create_optimizer(*args, **options)
         if not isinstance(made, OffloadedOptimizer):
             if type(made) is not torch.optim.AdamW:
-                asked = str(getattr(self.args.optim, "value", self.args.optim))
-                raise ConfigError(
-                    f"optim={asked!r} makes {type(made).__name__}, which is not offloaded",
-                    why="hostward.AdamW is made in place of it, and would train differently",
-                    fix='TrainingArguments(optim="adamw_torch"), and no other optimizer in optimizers=',
-                )
-            self.optimizer = offload(self.accelerator, made, self.model, **self.offload_options)
-        return self.optimizer
+                raise self._not_offloaded(made, given=made is given)
+            made = self.optimizer = offload(self.accelerator, made, self.model, **self.offload_options)
+        return made
+
+    def _not_offloaded(self, made: torch.optim.Optimizer, *, given: bool) -> ConfigError:
+        asked = str(getattr(self.args.optim, "value", self.args.optim))
+        source = "optimizers= holds" if given else f"optim={asked!r} makes"
+        why = "hostward.AdamW is made in place of it, and would train differently"
+        if isinstance(made, AdamW):
+            why = "a trainer of offloading() makes hostward.AdamW itself, of its arguments"
+        fix = 'TrainingArguments(optim="adamw_torch")'
+        return ConfigError(
+            f"{source} {type(made).__module__}.{type(made).__qualname__}, which is not offloaded",
+            why=why,
+            fix=f"leave optimizers= out; {fix} and its learning_rate, adam_beta1, ... make the optimizer"
+            if given
+            else fix,
+        )
 
     def train(self, *args: Any, **options: Any) -> Any:
         """Train; activations and weights are offloaded until it returns or raises."""
@@ -77,14 +99,16 @@ def offloading(trainer: type[T], **options: Any) -> type[T]:
     Args:
         trainer: `transformers.Trainer`, or any subclass of it.
         options: of `hostward.AdamW` (offload_fraction, streamed_fraction, gradients, ...), of `hostward.attach`
-            (activations, weights, recompute, layers), and plan for both. What `TrainingArguments` say is none of them.
+            (activations, weights, recompute, layers), and plan for both. Where none says what to offload,
+            offload_fraction is 1.0. What `TrainingArguments` say is none of them.
 
     Returns:
         The class; the same one for the same trainer and equal options.
 
     Raises:
-        ConfigError: `trainer` is no subclass of Trainer. When the trainer is made: DeepSpeed, FSDP1 and DataParallel.
-            When it begins to train: an optimizer that is not AdamW, and what `offload` and `hostward.AdamW` raise.
+        UnknownNameError: an option that does not exist. ConfigError: `trainer` is no subclass of Trainer. When the
+            trainer is made: DeepSpeed, FSDP1 and DataParallel. When it begins to train: an optimizer that
+            is not AdamW, and what `offload` and `hostward.AdamW` raise.
     """
     given: object = trainer
     if not (isinstance(given, type) and issubclass(given, Trainer)):

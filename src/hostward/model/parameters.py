@@ -326,8 +326,7 @@ def _pairs(params: Iterable[Any], places: ParamRegistry) -> list[tuple[str, torc
         if isinstance(item, torch.Tensor):
             name = places.name_of(item)
             if name is None:
-                known = "the given module does not hold them" if places.module is not None else ""
-                raise _nameless(known or "state is stored and saved by parameter name, never by position")
+                raise _nameless("state is stored and saved by parameter name, never by position", places.module)
             pairs.append((name, cast("torch.nn.Parameter", item)))
         elif isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str):
             pairs.append((places.name(*item), item[1]))
@@ -336,7 +335,13 @@ def _pairs(params: Iterable[Any], places: ParamRegistry) -> list[tuple[str, torc
     return pairs
 
 
-def _nameless(why: str) -> ModelError:
+def _nameless(why: str, module: torch.nn.Module | None = None) -> ModelError:
+    if module is not None:
+        return ModelError(
+            f"parameters without names in the given {type(module).__name__}",
+            why="they are those of another model",
+            fix="make the optimizer from the parameters of the model that is trained: of one model, not of a copy",
+        )
     return ModelError(
         "parameters without names",
         why=why,

@@ -28,8 +28,10 @@ _TOLD = {
     Where.LOST: "the backward pass that made it was interrupted",
 }
 _FIXES = {
-    Where.TAKEN: "clip by max_grad_norm of the optimizer and read optimizer.grad_norm; to look at gradients, leave "
-    "optimizer.accumulate(last=True) out (of a model in DistributedDataParallel: give the optimizer module=model)",
+    Where.TAKEN: "clip by max_grad_norm of the optimizer, in a loop of accelerate by accelerator.clip_grad_norm_("
+    "model.parameters(), ...), and read optimizer.grad_norm; to look at gradients, leave "
+    "optimizer.accumulate(last=True) or, with accelerate, offload() out (of a model in DistributedDataParallel: give "
+    "the optimizer module=model)",
     Where.USED: "read gradients before step(), or make the optimizer with overlap=False",
     Where.LOST: "call optimizer.zero_grad() and run the microbatches again",
 }

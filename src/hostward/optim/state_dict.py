@@ -183,11 +183,7 @@ class StateAccess:
             entry = saved.get(name)
             wanted = ["step", *_ROLES, *(["master"] if tracked.parameter.dtype is not torch.float32 else [])]
             if entry is None or any(role not in entry for role in wanted):
-                raise CheckpointError(
-                    f"the saved state has no {'/'.join(wanted)} for parameter {name!r}",
-                    why="it is of another model, or of one with other weight dtypes",
-                    fix="load a state of the same model and params_dtype",
-                )
+                raise _lacks([role for role in wanted if role not in (entry or ())], name)
             self._check_entry(name, entry)
 
     def _check_entry(self, name: str, entry: Mapping[str, Any]) -> None:
@@ -207,6 +203,21 @@ class StateAccess:
                     fix="load a state of the same model",
                 )
             tracked.part_of(value)
+
+
+def _lacks(roles: Sequence[str], name: str) -> CheckpointError:
+    what = f"the saved state has no {'/'.join(roles)} for parameter {name!r}"
+    if roles == ["master"]:
+        return CheckpointError(
+            what,
+            why="the weight is 16-bit, so the state holds its fp32 main weight besides",
+            fix="load a state of the same params_dtype; from_torch_adamw(..., masters={name: fp32 weight}) adds them",
+        )
+    return CheckpointError(
+        what,
+        why="it is of another model, or of one with other weight dtypes",
+        fix="load a state of the same model and params_dtype",
+    )
 
 
 def _is_count(value: object) -> bool:
@@ -311,7 +322,7 @@ def saved_parts(
         raise CheckpointError(
             "not an optimizer state of hostward",
             why=f"its format is {state_dict.get('format')!r}, expected {STATE_FORMAT}",
-            fix="convert a torch.optim.AdamW state with hostward.checkpoint.torch_adamw.from_torch_adamw",
+            fix="convert a torch.optim.AdamW state with hostward.convert.from_torch_adamw",
         )
     if not _is_whole(state, groups):
         raise CheckpointError(

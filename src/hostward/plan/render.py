@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hostward.core.placement import Placement
 from hostward.core.units import GIB
-from hostward.errors import ConfigError, HostwardError
+from hostward.errors import ConfigError, HostwardError, needed_for
 from hostward.plan.budgets import Units, by_owner, by_phase, columns, units_of
 from hostward.plan.decisions import Choice, FrontierPoint, Keep
 from hostward.plan.memory_model import TRAINING
@@ -53,7 +53,7 @@ def _title(found: Answer) -> str:
     gpu = hardware.gpu.name if hardware.gpu else "no GPU"
     sequences = "sequence" if workload.microbatch_sequences == 1 else "sequences"
     numel = workload.inventory.numel * workload.ranks
-    what = f"{workload.name}: {f'{numel / 1e9:.2f} B' if numel >= 1e7 else f'{numel:,}'} trained parameters"
+    what = f"{workload.name}: {f'{numel / 1e9:.2f} B' if numel >= 1e9 else f'{numel:,}'} trained parameters"
     counts = f"{workload.microbatches} x {workload.microbatch_sequences} {sequences} of {workload.sequence_tokens:,}"
     measured = f", measured {hardware.measured_at}" if hardware.measured_at else ""
     lines = [
@@ -274,13 +274,11 @@ _INK, _LINE, _CHOSEN, _OTHER = "#1f2933", "#3b7dc4", "#c2410c", "#98a1ae"
 def draw(found: Answer, path: Path) -> None:
     """Write the frontier as a picture, in the format that the file name's ending gives.
 
-    Raises ConfigError where matplotlib is missing, and for an ending that it does not support.
+    Raises MissingPackageError without matplotlib, and ConfigError for an ending that it does not support.
     """
-    try:
+    with needed_for("--plot", "plan"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib", why=str(error), fix="pip install 'hostward[plan]'") from error
     figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

@@ -17,7 +17,7 @@ from typing import Any
 
 from hostward.core.inventory import Bucket
 from hostward.core.placement import Placement, place_fraction
-from hostward.errors import ConfigError
+from hostward.errors import needed_for
 from hostward.plan.cost_model import SUM_BYTES, Costs
 from hostward.plan.decisions import ELEMENTWISE, LEAVES, RECOMPUTED, Choice, Keep
 from hostward.plan.lane_simulator import Queue
@@ -362,6 +362,12 @@ def _weight_bytes(bucket: Bucket) -> int:
     return bucket.numel * bucket.dtype.itemsize_bytes
 
 
+def require_scipy() -> None:
+    """Raise MissingPackageError without SciPy, whose solver chooses placements."""
+    with needed_for("planning", "train,plan"):
+        import scipy.optimize  # noqa: F401
+
+
 def _solve(
     objective: Mapping[int, float],
     rows: Sequence[Mapping[int, float]],
@@ -370,15 +376,10 @@ def _solve(
     either: Sequence[int],
 ) -> list[float] | None:
     """Return the values with the least objective, where those of `either` are 0 or 1; None where there are none."""
-    try:
-        import numpy as np
-        from scipy.optimize import Bounds, LinearConstraint, milp
-    except ImportError as error:
-        raise ConfigError(
-            "planning needs SciPy",
-            why="it brings the solver that chooses placements",
-            fix="pip install 'hostward[train,plan]'",
-        ) from error
+    require_scipy()
+    import numpy as np
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
     matrix = np.zeros((len(rows), len(upper)))
     for r, terms in enumerate(rows):
         for variable, coefficient in terms.items():

@@ -117,10 +117,13 @@ def _memory(report: RunReport) -> Iterator[str]:
     peak = report.memory.device_peak_bytes
     name = "Simulated device" if report.simulated else "Device"
     note = (
-        "Without a GPU the bytes that layers save for backward are unknown; the device's bytes are host memory here."
+        "Without a GPU the bytes that layers save for backward are unknown; the device's are host memory here."
         if report.simulated
-        else "The dashed line is the most at any moment of the run. Between the moments that are drawn the device may "
-        "hold more."
+        else "The dashed line is the most at any moment of the run."
+    )
+    note += (
+        " The legend has the most that is drawn. Between those moments the device may hold more, of gradients above "
+        "all: the table below has it."
     )
     over = report.memory_over_time.overcounted_bytes
     if over:
@@ -138,9 +141,9 @@ def _memory(report: RunReport) -> Iterator[str]:
 
 def _stacked(name: str, stack: Stack, note: str, peak: int | None) -> Iterator[str]:
     scale, unit = unit_of(max(stack.most, peak or 0))
-    text = ", ".join(f"{role} {size(max(layer))} at most" for role, layer in stack.layers.items())
+    text = "at the most, " + ", ".join(f"{role} {size(max(layer))}" for role, layer in stack.layers.items())
     entries = [
-        (FILLS[role], f"{REST if role == ACTIVATIONS and name == 'Device' else role}, {size(max(layer))} at most")
+        (FILLS[role], f"{REST if role == ACTIVATIONS and name == 'Device' else role}, {size(max(layer))}")
         for role, layer in stack.layers.items()
     ]
     entries += [] if peak is None else [("dash", f"peak, {size(peak)}")]
@@ -159,7 +162,7 @@ def _owner_table(report: RunReport) -> str:
     ]
     return _details(
         "The same as a table, every owner by name",
-        _table(("owner", "device, at most", "host"), rows),
+        _table(("owner", "device, most at any time", "host, most at any time"), rows),
     )
 
 
@@ -175,8 +178,9 @@ def _lanes(report: RunReport, trace: Trace | None) -> Iterator[str]:
         return
     lines = trace.summary([step]).explain().splitlines()
     note = " Copies within host memory: times and rates are not those of a GPU." if report.simulated else ""
-    yield f'<figure aria-label="step {step}, stream by stream">{timeline(trace, step)}'
-    yield f"<figcaption>{'<br>'.join(map(escape, lines))}{note}</figcaption></figure>"
+    drawn = timeline(trace, step, simulated=report.simulated)
+    yield f'<figure aria-label="step {step}, stream by stream">{drawn}'
+    yield f"<figcaption>Of step {step} alone:<br>{'<br>'.join(map(escape, lines))}{note}</figcaption></figure>"
 
 
 def _frontier(report: RunReport) -> Iterator[str]:
@@ -239,12 +243,18 @@ def _predictions(report: RunReport) -> Iterator[str]:
     if predicted is None:
         yield "<p>There is no prediction: only runs on a GPU are predicted, before they start.</p>"
     guess = predicted or Estimate(None, None, None, None, None)
+    offload = report.offload
+    span = "" if offload is None else f", mean of {iterations(offload.first_iteration, offload.last_iteration)}"
     pairs = {
         "device memory, peak": (guess.device_peak_bytes, measured.device_peak_bytes, size),
         "host memory of the run": (guess.host_bytes, measured.host_bytes, size),
         "pinned": (guess.pinned_bytes, measured.pinned_bytes, size),
         "step, median": (guess.step_s, measured.step_s, duration),
-        "of it, GPU idle": (guess.exposed_s, measured.exposed_s, duration),
+        f"of it, {'exposed' if report.simulated else 'GPU idle'}{span}": (
+            guess.exposed_s,
+            measured.exposed_s,
+            duration,
+        ),
     }
     if report.simulated:
         del pairs["pinned"]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hostward.core.units import unit_of
-from hostward.errors import ConfigError
+from hostward.errors import ConfigError, needed_for
 from hostward.report.formatting import (
     ACTIVATIONS,
     GRADIENTS,
@@ -53,7 +53,7 @@ def draw_all(report: RunReport, trace: Trace | None, folder: Path) -> list[Path]
     """Write memory.png, step.png, frontier.png and loss.png, each if it has data, and return the files written.
 
     Raises:
-        ConfigError: matplotlib is missing, or a file cannot be written.
+        MissingPackageError: matplotlib is not installed. ConfigError: a file cannot be written.
     """
     figures: dict[str, tuple[Callable[[Any], None], int, float]] = {}
     stacks = {
@@ -74,14 +74,9 @@ def draw_all(report: RunReport, trace: Trace | None, folder: Path) -> list[Path]
 
 
 def _save(file: Path, draw: Callable[[Any], None], rows: int, row_height_in: float) -> Path:
-    try:
+    with needed_for("--png", "report", otherwise="leave --png out: the page draws its charts without it"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"--png needs the package {error.name}, which is not installed",
-            fix="pip install 'hostward[report]', or leave --png out: the page draws its charts without it",
-        ) from error
     figure = Figure(figsize=(_WIDTH_IN, row_height_in * rows), dpi=_DPI, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(rows, squeeze=False)[:, 0]

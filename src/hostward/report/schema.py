@@ -50,9 +50,10 @@ class Ended(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """Holds bytes in steady state, by owner, with the system's own counts.
+    """Holds the most bytes of each owner at any time, with the system's own counts.
 
-    Device bytes of gradients and of GPU staging buffers vary: these are their peaks.
+    Device bytes of gradients and of GPU staging buffers vary, and have their peaks at different moments: the sum of the
+    owners is above what is held at any one.
     """
 
     device_by_owner_bytes: Mapping[str, int]

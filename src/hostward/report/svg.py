@@ -193,19 +193,23 @@ def chosen_step(trace: Trace) -> int | None:
     return steps[-2] if len(steps) > 1 else steps[0] if steps else None
 
 
-def timeline(trace: Trace, step: int) -> str:
-    """Render a row per stream with a ruler below and a legend above."""
+def timeline(trace: Trace, step: int, *, simulated: bool = False) -> str:
+    """Render a row per stream with a ruler below and a legend above; a simulated device is not called a GPU."""
     window = window_of(trace, step)
     shown = spans_in(trace, window)
     parts = [_legend(shown, step)]
-    words = list(_phase_words([s for s in shown if s.lane is Lane.COMPUTE], window))
-    if words:
-        parts.append(_bare(f'<div class="ruler phases">{"".join(words)}</div>'))
-    parts += [_row(lane, [s for s in shown if s.lane is lane], window, step) for lane in lanes_of(shown)]
+    told = list(_phase_words([s for s in shown if s.lane is Lane.COMPUTE], window))
+    if told:
+        parts.append(_bare(f'<div class="ruler phases">{"".join(told)}</div>'))
+    for lane in lanes_of(shown):
+        words = LANES.get(lane.value, "")
+        if simulated:
+            words = words.replace("GPU", "device")
+        parts.append(_row(lane, words, [s for s in shown if s.lane is lane], window, step))
     return "\n".join([*parts, _bare(f'<div class="ruler">{"".join(_ruler(window))}</div>')])
 
 
-def _row(lane: Lane, spans: Sequence[Span], window: Window, step: int) -> str:
+def _row(lane: Lane, words: str, spans: Sequence[Span], window: Window, step: int) -> str:
     seconds, nbytes = sums(lane, spans, step)
     what = "idle" if lane is Lane.COMPUTE else "busy"
     rate = f"<br> <span>{nbytes / seconds / 1e9:.1f} GB/s</span>" if nbytes and seconds else ""
@@ -213,7 +217,7 @@ def _row(lane: Lane, spans: Sequence[Span], window: Window, step: int) -> str:
     boxes = boxes_of(spans, window, step, narrow_s=_NARROW / SIDE * window.length_s)
     drawn = [_rectangle(window, b, low=_is_low(lane, b.style)) for b in boxes]
     return (
-        f'<div class="lane"><div class="name"><b>{lane.value}</b> <span>{LANES.get(lane.value, "")}</span></div>'
+        f'<div class="lane"><div class="name"><b>{lane.value}</b> <span>{words}</span></div>'
         f'<div class="bar"><svg viewBox="0 0 {SIDE} {_HEIGHT}" preserveAspectRatio="none" role="img">'
         f"<title>{escape(title)}</title>{''.join(drawn)}</svg></div>"
         f'<div class="sum"><span>{what}</span> <b>{duration(seconds)}</b>{rate}</div></div>'

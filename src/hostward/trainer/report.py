@@ -286,7 +286,7 @@ def _memory_table(memory: MemoryReport, reserved_bytes: tuple[int, ...] | None, 
     def shown(nbytes: int | None) -> str:
         return f"{nbytes / unit_bytes:,.{1 if unit_bytes > 1 else 0}f}" if nbytes else ""
 
-    table = Table(title=f"\nmemory in steady state, {unit}", box=None, title_justify="left", pad_edge=False)
+    table = Table(title=f"\nmost memory at any time, {unit}", box=None, title_justify="left", pad_edge=False)
     if simulated:
         table.caption = "The device is simulated: its bytes are ordinary host memory too."
         table.caption_justify = "left"

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hostward.errors import DataError
+from hostward.errors import DataError, needed_for
 from hostward.trainer.data.tokenizer import Document
 
 JSONL_SUFFIXES = (".jsonl", ".json")
@@ -145,17 +145,13 @@ def parquet_documents(files: Sequence[Path], text_key: str) -> Iterator[Document
     """Yield each row's column `text_key` as a document.
 
     Raises:
-        DataError: pyarrow is not installed, the file is not parquet, the column is missing, not text, or has a null.
+        MissingPackageError: pyarrow is not installed.
+        DataError: the file is not parquet, the column is missing, not text, or has a null.
     """
-    try:
+    with needed_for("dataset.format=parquet", "train"):
         # Through importlib, because pyarrow carries no types and may be absent where types are checked.
         pa: Any = importlib.import_module("pyarrow")
         pq: Any = importlib.import_module("pyarrow.parquet")
-    except ImportError as error:
-        raise DataError(
-            "dataset.format=parquet needs the package pyarrow, which is not installed.",
-            fix="pip install 'hostward[train]'",
-        ) from error
     for path in files:
         with reading(path):
             path.open("rb").close()

@@ -13,7 +13,7 @@ from typing import Any, Protocol, final
 import numpy as np
 import numpy.typing as npt
 
-from hostward.errors import DataError
+from hostward.errors import DataError, needed_for
 
 TOKENIZER_TYPES = ("byte", "huggingface", "null")
 
@@ -116,6 +116,7 @@ def load_tokenizer(tokenizer_type: str, tokenizer_model: str | None) -> Tokenize
     """Load the tokenizer that the options ask for; None for `null` (the data are token ids already).
 
     Raises:
+        MissingPackageError: transformers is not installed.
         DataError: unknown type, a folder that is missing, not given, given in vain, or that does not load.
     """
     if tokenizer_type not in TOKENIZER_TYPES:
@@ -146,13 +147,8 @@ def _load(folder: str) -> Any:
             why="Tokenizers are read from disk; nothing is downloaded.",
             fix="Give the path of a folder with tokenizer.json or the tokenizer's own vocabulary files.",
         )
-    try:
+    with needed_for("tokenizer.tokenizer_type=huggingface", "train"):
         from transformers import AutoTokenizer
-    except ImportError as error:
-        raise DataError(
-            "tokenizer.tokenizer_type=huggingface needs the package transformers, which is not installed.",
-            fix="pip install 'hostward[train]'",
-        ) from error
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
