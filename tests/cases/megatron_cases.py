@@ -51,7 +51,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from packaging.version import Version
 from torch.overrides import TorchFunctionMode
 
-SEQUENCE, VOCABULARY, PER_MICROBATCH = 32, 128, 2
+
+@dataclass(frozen=True)
+class Data:
+    """Random tokens: how many different ones, and the shape of a microbatch."""
+
+    vocabulary: int = 128
+    sequence: int = 32
+    rows: int = 2
+
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FORMATS = ("dp_reshardable", "fully_reshardable")
 """Of checkpoints of a distributed optimizer: those of megatron-core 0.16.1 that can be saved."""
@@ -229,6 +238,7 @@ class Run:
     config: OptimizerConfig
     optimizer: Any
     """What `get_megatron_optimizer` returned."""
+    data: Data
 
 
 def build(
@@ -239,12 +249,12 @@ def build(
     `before_optimizer` gets the model chunks before `get_megatron_optimizer` does.
     """
     layout = LAYOUTS[layout] if isinstance(layout, str) else layout
-    of_model = {name: how.pop(name) for name in ("model", "ddp", "bucket_size", "seed") if name in how}
+    of_model = {name: how.pop(name) for name in ("model", "ddp", "bucket_size", "seed", "data") if name in how}
     shared = {name: how.get(name, default) for name, default in SHARED.items()}
     chunks = make_chunks(layout, **of_model, **shared)
     before_optimizer(chunks)
     config, optimizer = make_optimizer(chunks, **how)
-    return Run(layout, chunks, config, optimizer)
+    return Run(layout, chunks, config, optimizer, of_model.get("data", Data()))
 
 
 SHARED = {"precision": "bf16", "distributed": True, "overlap": False}
@@ -261,6 +271,7 @@ def make_chunks(
     seed: int = 1,
     model: dict[str, Any] | None = None,
     ddp: dict[str, Any] | None = None,
+    data: Data = Data(),
 ) -> list[DistributedDataParallel]:
     """This rank's model chunks. `bucket_size` counts elements, and Megatron minds it with `overlap` only; `model` and
     `ddp` set further fields of TransformerConfig and of DistributedDataParallelConfig.
@@ -324,8 +335,8 @@ def make_chunks(
         network = GPTModel(
             config,
             spec,
-            VOCABULARY,
-            SEQUENCE,
+            data.vocabulary,
+            data.sequence,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=layout.chunks == 1, **stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=layout.chunks == 1, **stage),
             position_embedding_type="rope",
@@ -461,8 +472,8 @@ def train(
             data_iterator=[batches(step, run) for _ in run.chunks] if len(run.chunks) > 1 else batches(step, run),
             model=run.chunks if len(run.chunks) > 1 else run.chunks[0],
             num_microbatches=microbatches,
-            seq_length=SEQUENCE,
-            micro_batch_size=PER_MICROBATCH,
+            seq_length=run.data.sequence,
+            micro_batch_size=run.data.rows,
             forward_only=False,
         )
         before_step(step)
@@ -500,12 +511,13 @@ def _forward(data: Iterator[Any], chunk: Any) -> tuple[torch.Tensor, Any]:
 
 
 def batches(step: int, run: Run) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Tokens, labels and positions of each microbatch, each (2, 32): those of this rank's data parallel rank."""
+    """Tokens, labels and positions of each microbatch, each (rows, sequence): those of this data parallel rank."""
+    data = run.data
     device, rank = torch.cuda.current_device(), parallel_state.get_data_parallel_rank()
     for microbatch in itertools.count():
         of = torch.Generator().manual_seed(1000 + 101 * step + 11 * microbatch + 100_003 * rank)
-        tokens = torch.randint(0, VOCABULARY, (PER_MICROBATCH, SEQUENCE + 1), generator=of).to(device)
-        positions = torch.arange(SEQUENCE).expand(PER_MICROBATCH, SEQUENCE).to(device)
+        tokens = torch.randint(0, data.vocabulary, (data.rows, data.sequence + 1), generator=of).to(device)
+        positions = torch.arange(data.sequence).expand(data.rows, data.sequence).to(device)
         yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions
 
 
@@ -592,25 +604,3 @@ def _sharded_states(run: Run, metadata: dict[str, Any], *, is_loading: bool) -> 
     }
     states["optimizer"] = run.optimizer.sharded_state_dict(states, is_loading=is_loading, metadata=metadata)
     return states
-
-
-def trained(layout: str, ways: list[dict[str, Any]], steps: int = 3, microbatches: int = 2) -> list[dict[str, Any]]:
-    """For each of `ways`, options of `build`: what was told, the digest, and whether hybrid optimizers are divided."""
-    found = []
-    for how in ways:
-        run = build(layout, **how)
-        told = train(run, steps, microbatches=microbatches)
-        hybrid = [part for part in inner_optimizers(run) if isinstance(part, HybridDeviceOptimizer)]
-        divided = [bool(part.cpu_optimizers) and part.gpu_optimizer is not None for part in hybrid]
-        found.append({**dataclasses.asdict(told), "digest": digest(run.chunks), "divided": divided})
-    return found
-
-
-def resumed(layout: str, folder: str, form: str, how: dict[str, Any]) -> tuple[Any, Any]:
-    """What two steps tell and give after a checkpoint is loaded into other weights, and without that."""
-    run, other = build(layout, **how), build(layout, **how, seed=2)
-    train(run, 2, microbatches=2)
-    save(run, folder, form)
-    load(other, folder)
-    found = [(dataclasses.asdict(train(of, 2, microbatches=2, first=2)), digest(of.chunks)) for of in (other, run)]
-    return found[0], found[1]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,22 +22,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from hostward.errors import ConfigError, ModelError, OrderingError, UnknownNameError
+from hostward.errors import ConfigError, ModelError, OrderingError, UnknownNameError, needed_for
 from hostward.optim.adamw import OPTIONS, AdamW
 
 if TYPE_CHECKING:
     _Hybrid: Any = torch.optim.Optimizer
     _Chain: Any = object
 else:
-    try:
+    with needed_for("hostward.integrations.megatron", "megatron"):
         from megatron.core.optimizer import ChainedOptimizer as _Chain
         from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer as _Hybrid
-    except ImportError as error:
-        raise ConfigError(
-            "hostward.integrations.megatron without megatron-core", why=str(error), fix="pip install megatron-core"
-        ) from error
-
-log = logging.getLogger("hostward")
 
 HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
 FROM_FLAGS: Mapping[str, str] = {
@@ -135,6 +128,8 @@ def use(*, clip: str = "hostward", early_gradients: bool = True, **options: Any)
         part = make(*args, **kwargs)
         if isinstance(getattr(part, "optimizer", None), OffloadedHybrid):
             part.optimizer.owner, part.optimizer.chunks = part, list(given["model_chunks"])
+            if part.init_state_fn is None:  # Megatron calls it when it loads, and has none for its hybrid optimizer
+                part.init_state_fn = _state_is_there
         return part
 
     for (where, name), value in zip(REPLACED, (OffloadedHybrid, OffloadedHybrid, OffloadedChain, made), strict=True):
@@ -188,6 +183,10 @@ def require_supported(config: Any, chunks: Sequence[Any]) -> None:
             refuse(f"{flag}={getattr(config, flag)}", "state is kept in fp32", f"{flag}=torch.float32")
     if config.clip_grad and config.clip_grad < 0:
         refuse(f"clip_grad={config.clip_grad}", "a limit is positive", "clip_grad=0: no clipping")
+
+
+def _state_is_there(*_: Any) -> None:
+    """Make no state."""
 
 
 class OffloadedHybrid(_Hybrid):  # type: ignore[misc]

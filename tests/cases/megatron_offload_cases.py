@@ -1,0 +1,173 @@
+"""Cases for ranks that train with Megatron-Core and hostward's step; each returns plain data for `megatron_ranks`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import megatron_cases as cases
+import torch
+
+import hostward.integrations.megatron as integration
+from hostward.errors import HostwardError
+from hostward.optim.step_executor import StepExecutor
+from hostward.runtime.backend import Lane
+from hostward.runtime.simulated.backend import Order, SimulatedBackend
+
+LATE: Mapping[str, frozenset[Lane]] = {
+    "d2h": frozenset({Lane.D2H}),
+    "h2d": frozenset({Lane.H2D}),
+    "host": frozenset({Lane.HOST}),
+    "update": frozenset({Lane.UPDATE}),
+    "all": frozenset(lane for lane in Lane if lane is not Lane.COMPUTE),
+}
+PRECISE = {"use_precision_aware_optimizer": True, "overlap_cpu_optimizer_d2h_h2d": True}
+
+
+def built(
+    layout: str, fraction: float | None, *, late: str = "all", use: Mapping[str, Any] | None = None, **how: Any
+) -> cases.Run:
+    """The model and optimizer of a layout: hostward's at a fraction, Megatron's own on the device for None."""
+    backend = SimulatedBackend(order=Order(late=LATE[late]), threads=1)
+    integration.use(backend=backend, **(use or {}))
+    try:
+        return cases.build(layout, offload_fraction=fraction, **how)
+    finally:
+        integration.stop_using()
+
+
+def told_by(run: cases.Run, told: cases.Told) -> dict[str, Any]:
+    """What equal runs have in common."""
+    for part in cases.inner_optimizers(run):
+        if isinstance(part, integration.OffloadedHybrid):
+            part.shared.optimizer.wait()
+    cases.gather(run)
+    return {
+        "digest": cases.digest(run.chunks),
+        "losses": told.losses,
+        "grad_norms": told.grad_norms,
+        "updated": told.updated,
+    }
+
+
+def trained(
+    layout: str,
+    ways: Sequence[Mapping[str, Any]],
+    *,
+    steps: int = 4,
+    microbatches: int = 2,
+    without: Sequence[str] = (),
+    **how: Any,
+) -> list[dict[str, Any]]:
+    """What each way told, in turn: options of `built`, with its fraction. `without`: waits that are left out."""
+    found = []
+    for way in ways:
+        options = {**how, **way}
+        with left_out(without):
+            run = built(layout, options.pop("fraction"), **options)
+            found.append(told_by(run, cases.train(run, steps, microbatches=microbatches)))
+        parts = [p for p in cases.inner_optimizers(run) if isinstance(p, integration.OffloadedHybrid)]
+        if parts:
+            plan = parts[0].shared.optimizer.plan
+            found[-1]["placed"] = plan.placed_fraction
+            found[-1]["one optimizer"] = all(p.shared is parts[0].shared for p in parts)
+    return found
+
+
+@contextlib.contextmanager
+def left_out(waits: Sequence[str]) -> Iterator[None]:
+    """Methods of the executor that do nothing meanwhile, and errors that would tell of it."""
+    nothing = dict.fromkeys(waits, lambda *_, **__: None)
+    if waits:
+        nothing["require_used"] = lambda *_: None
+    kept = {name: getattr(StepExecutor, name) for name in nothing}
+    for name, empty in nothing.items():
+        setattr(StepExecutor, name, empty)
+    try:
+        yield
+    finally:
+        for name, method in kept.items():
+            setattr(StepExecutor, name, method)
+
+
+def resumed(
+    layout: str, folder: str, saved: float | None, ways: Sequence[float | None], form: str, how: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """A run that saves after two of four steps and goes on, and then one that loads this, for each way."""
+    run = built(layout, saved, **how)
+    cases.train(run, 2)
+    cases.save(run, folder, form)
+    found = [told_by(run, cases.train(run, 2, first=2))]
+    for fraction in ways:
+        run = built(layout, fraction, **how, seed=2)
+        cases.load(run, folder)
+        found.append(told_by(run, cases.train(run, 2, first=2)))
+    return found
+
+
+def weights_are_reloaded(layout: str, how: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Weights that are set between two steps, and told of by `reload_model_params`."""
+    found = []
+    for fraction in (0.0, 1.0):
+        run = built(layout, fraction, **how)
+        cases.train(run, 2)
+        with torch.no_grad():
+            for _, weight in cases.named_weights(run.chunks):
+                weight.mul_(0.5)
+        run.optimizer.reload_model_params()
+        found.append(told_by(run, cases.train(run, 2, first=2)))
+    return found
+
+
+def refused(layout: str, **how: Any) -> str:
+    """The error of building an optimizer."""
+    try:
+        built(layout, 1.0, **how)
+    except (HostwardError, AssertionError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def stepped_alone() -> str:
+    """The error of stepping one of two parts of a chain."""
+    run = built("single", 1.0, **PRECISE, model={"num_moe_experts": 4, "moe_router_topk": 2})
+    cases.train(run, 1)
+    first = run.optimizer.chained_optimizers[0]
+    try:
+        first.step_with_ready_grads()
+        first.step_with_ready_grads()
+    except (HostwardError, AssertionError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def without_a_name() -> str:
+    """The error of `use` where Megatron lacks a method."""
+    group = integration.importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
+    held = group._ParamAndGradBucketGroup
+    method = held.start_param_sync
+    del held.start_param_sync
+    try:
+        integration.use()
+    except (HostwardError, AssertionError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        held.start_param_sync = method
+        integration.stop_using()
+    return "nothing"
+
+
+def crossed(layout: str, folder: str, own_saves: bool, form: str, how: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A run by one of hostward and Megatron's hybrid optimizer that goes on by the other, and one that stays."""
+
+    def made(own: bool) -> cases.Run:
+        return cases.build(layout, offload_fraction=0.5, **how) if own else built(layout, 0.5, **how)
+
+    run = made(own_saves)
+    cases.train(run, 2)
+    cases.save(run, folder, form)
+    stays = told_by(run, cases.train(run, 2, first=2))
+    run = made(not own_saves)
+    cases.load(run, folder)
+    return [stays, told_by(run, cases.train(run, 2, first=2))]
