@@ -58,11 +58,12 @@ FROM_MEGATRON = ("params", "module", "stages", "tied", "uncounted", "waits", "fe
 """Options of `hostward.AdamW` that follow from how Megatron keeps weights and gradients."""
 REPLACED = (
     ("megatron.core.optimizer", "HybridDeviceOptimizer"),
-    ("megatron.core.optimizer.distrib_optimizer", "HybridDeviceOptimizer"),
     ("megatron.core.optimizer", "ChainedOptimizer"),
     ("megatron.core.optimizer", "_get_megatron_optimizer_based_on_param_groups"),
 )
 """Names that `use` replaces."""
+COPIED = ("megatron.core.optimizer.distrib_optimizer", "HybridDeviceOptimizer")
+"""A name that is replaced while an optimizer is made: by it Megatron knows its own, those made before `use` as well."""
 CALLED = (
     ("megatron.core.distributed.param_and_grad_buffer", "_ParamAndGradBucketGroup.start_param_sync"),
     ("megatron.core.distributed.param_and_grad_buffer", "_ParamAndGradBucketGroup.start_grad_sync"),
@@ -126,18 +127,23 @@ def use(*, clip: str = "hostward", early_gradients: bool = True, **options: Any)
     _SETTINGS.options, _SETTINGS.clip, _SETTINGS.early_gradients = options, clip, early_gradients
     for where, name in REPLACED:
         _SETTINGS.originals.setdefault((where, name), getattr(importlib.import_module(where), name))
-    make = _SETTINGS.originals[REPLACED[-1]]
+    make, theirs = _SETTINGS.originals[REPLACED[-1]], importlib.import_module(COPIED[0])
 
     def made(*args: Any, **kwargs: Any) -> Any:
         """Make a part of the chain, and note what it was made for."""
         given = inspect.signature(make).bind(*args, **kwargs).arguments
         require_supported(given["config"], given["model_chunks"])
-        part = make(*args, **kwargs)
+        hybrid = getattr(theirs, COPIED[1])
+        setattr(theirs, COPIED[1], OffloadedHybrid)
+        try:
+            part = make(*args, **kwargs)
+        finally:
+            setattr(theirs, COPIED[1], hybrid)
         if isinstance(getattr(part, "optimizer", None), OffloadedHybrid):
             part.optimizer.owner, part.optimizer.chunks = part, list(given["model_chunks"])
         return part
 
-    for (where, name), value in zip(REPLACED, (OffloadedHybrid, OffloadedHybrid, OffloadedChain, made), strict=True):
+    for (where, name), value in zip(REPLACED, (OffloadedHybrid, OffloadedChain, made), strict=True):
         setattr(importlib.import_module(where), name, value)
 
 
@@ -150,7 +156,7 @@ def stop_using() -> None:
 def require_names() -> None:
     """Raise ConfigError unless Megatron has all names that `use` needs."""
     version = getattr(importlib.import_module("megatron.core"), "__version__", "of an unknown version")
-    for where, path in (*REPLACED, *CALLED):
+    for where, path in (*REPLACED, COPIED, *CALLED):
         found: Any = importlib.import_module(where)
         for name in path.split("."):
             found = getattr(found, name, None)

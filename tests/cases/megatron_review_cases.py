@@ -1,0 +1,46 @@
+"""Runs of Megatron-Core, stepped by hostward, that went wrong once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import megatron.core.optimizer.optimizer_config as optimizer_config
+import megatron_cases as cases
+import pytest
+import torch
+
+import hostward.integrations.megatron as adapter
+from hostward.runtime.backend import Lane
+from hostward.runtime.simulated.backend import Order, SimulatedBackend
+
+LATE = frozenset(lane for lane in Lane if lane is not Lane.COMPUTE)
+
+
+def use(**options: Any) -> None:
+    """Have hostward step what is built from now on; all that may be late is."""
+    adapter.use(backend=SimulatedBackend(order=Order(late=LATE), threads=1), **options)
+
+
+def build(layout: str, **how: Any) -> cases.Run:
+    """Megatron's flags of its CPU offloading, as its users set them."""
+    fields = {"use_precision_aware_optimizer": True, "overlap_cpu_optimizer_d2h_h2d": True, "offload_fraction": 1.0}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer_config, "is_te_min_version", lambda *_, **__: False)
+        return cases.build(layout, **{**fields, **how})
+
+
+def masters_after_reload_of_one_made_before() -> list[float]:
+    """The fp32 main weights of Megatron's own hybrid optimizer, made before `use`, whose weights became 0.25."""
+    adapter.stop_using()
+    run = build("single", offload_fraction=0.5)
+    use()
+    try:
+        with torch.no_grad():
+            for chunk in run.chunks:
+                for weight in chunk.parameters():
+                    weight.data.fill_(0.25)
+        run.optimizer.reload_model_params()
+    finally:
+        adapter.stop_using()
+    (hybrid,) = cases.inner_optimizers(run)
+    return [float(each) for weight in hybrid.param_to_fp32_param.values() for each in (weight.min(), weight.max())]

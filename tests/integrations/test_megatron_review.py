@@ -1,0 +1,22 @@
+"""What a review of the Megatron-Core integration has found: each case was red before it was repaired."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from megatron_ranks import Ranks, is_installed
+
+pytestmark = pytest.mark.skipif(not is_installed(), reason="megatron-core is not installed")
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    made = Ranks()
+    yield made
+    made.close()
+
+
+def test_optimizers_made_before_stay_megatrons(ranks: Ranks) -> None:
+    (found,) = ranks.run(1, "megatron_review_cases.masters_after_reload_of_one_made_before")
+    assert set(found) == {0.25}
