@@ -44,3 +44,16 @@ def masters_after_reload_of_one_made_before() -> list[float]:
         adapter.stop_using()
     (hybrid,) = cases.inner_optimizers(run)
     return [float(each) for weight in hybrid.param_to_fp32_param.values() for each in (weight.min(), weight.max())]
+
+
+def steps_of_a_part_alone() -> tuple[str, set[int]]:
+    """What is raised if one part of a chain is stepped, and the step counts of all weights then."""
+    use()
+    run = build("ep2", clip_grad=0.0)
+    chain = run.optimizer
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chain, "step", chain.chained_optimizers[-1].step)
+        with pytest.raises(adapter.OrderingError) as raised:
+            cases.train(run, 1, microbatches=2)
+    optimizer = chain.offloading.optimizer
+    return str(raised.value), {optimizer.step_count(t.name) for t in optimizer.inventory.parameters}

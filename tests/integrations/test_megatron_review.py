@@ -20,3 +20,9 @@ def ranks() -> Iterator[Ranks]:
 def test_optimizers_made_before_stay_megatrons(ranks: Ranks) -> None:
     (found,) = ranks.run(1, "megatron_review_cases.masters_after_reload_of_one_made_before")
     assert set(found) == {0.25}
+
+
+def test_parts_of_a_chain_are_not_stepped_alone(ranks: Ranks) -> None:
+    for raised, counts in ranks.run(2, "megatron_review_cases.steps_of_a_part_alone"):
+        assert "is stepped alone" in raised
+        assert counts == {0}

@@ -16,7 +16,7 @@ import inspect
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -357,6 +357,12 @@ class OffloadedChain(_Chain):  # type: ignore[misc]
         norm = offloading.optimizer.grad_norm
         return not offloading.optimizer.last_step_skipped, norm, zeros
 
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        """Step all parts, whose gradients are all there."""
+        with nullcontext() if self.offloading is None else self.offloading.together():
+            return bool(super().step_with_ready_grads())
+
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
@@ -399,6 +405,7 @@ class Offloading:
         """Entries that were handed out, with the versions of their tensors: Megatron copies into some of them."""
         self._versions: dict[int, int] = {}
         self._left_to_step: set[int] = set()
+        self._together = False
         self._scale: dict[int, Any] = {}
         """Factors by which Megatron scales gradients that were taken already, by model chunk."""
         self._reduced = _Streams(next(self.chunks[0].parameters()).device)
@@ -622,15 +629,25 @@ class Offloading:
 
     # ---------------------------------------------------------------- the step
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Return a context in which Megatron steps one part after the other; it has prepared all their gradients."""
+        self._left_to_step.clear()  # of a step that was interrupted
+        self._together = True
+        try:
+            yield
+        finally:
+            self._together = False
+
     def step_part(self, part: OffloadedHybrid) -> None:
         """Step everything with the first part that Megatron steps; the others have been stepped then."""
         if id(part) in self._left_to_step:
             self._left_to_step.discard(id(part))
             return
-        if self._left_to_step:
+        if len(self._parts) > 1 and not self._together:
             raise OrderingError(
-                "a part of Megatron's optimizer is stepped twice, and another one not at all",
-                why="hostward steps all parts of a chain together",
+                "a part of Megatron's optimizer is stepped alone",
+                why="hostward steps all parts of a chain together, and the other gradients may not be there",
                 fix="step the ChainedOptimizer that get_megatron_optimizer returned",
             )
         self.flush()
