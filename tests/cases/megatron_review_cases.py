@@ -57,3 +57,18 @@ def steps_of_a_part_alone() -> tuple[str, set[int]]:
             cases.train(run, 1, microbatches=2)
     optimizer = chain.offloading.optimizer
     return str(raised.value), {optimizer.step_count(t.name) for t in optimizer.inventory.parameters}
+
+
+def norms_of_halved_twice() -> list[list[float | None]]:
+    """The norms where gradients are multiplied by a half twice, with early gradients and without."""
+    found = []
+    for early in (True, False):
+        use(early_gradients=early)
+        run = build("single", overlap=True)
+
+        def halve(_: int, run: cases.Run = run) -> None:
+            for chunk in [*run.chunks, *run.chunks]:
+                chunk.scale_gradients(0.5)
+
+        found.append(cases.train(run, 2, microbatches=2, before_step=halve).grad_norms)
+    return found

@@ -26,3 +26,8 @@ def test_parts_of_a_chain_are_not_stepped_alone(ranks: Ranks) -> None:
     for raised, counts in ranks.run(2, "megatron_review_cases.steps_of_a_part_alone"):
         assert "is stepped alone" in raised
         assert counts == {0}
+
+
+def test_gradients_are_scaled_as_often_as_megatron_says(ranks: Ranks) -> None:
+    ((early, late),) = ranks.run(1, "megatron_review_cases.norms_of_halved_twice")
+    assert early == late

@@ -549,7 +549,8 @@ class Offloading:
 
         def scaled(scaling_factor: Any) -> None:
             if self._made is not None and self._made.gradients_taken:
-                self._scale[id(chunk)] = scaling_factor  # within the step, for those that have left
+                # Within the step, for those that have left.
+                self._scale[id(chunk)] = scaling_factor * self._scale.get(id(chunk), 1.0)
             else:
                 scale(scaling_factor)
 
