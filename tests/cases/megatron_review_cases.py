@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import megatron.core.optimizer.optimizer_config as optimizer_config
@@ -13,6 +15,7 @@ import hostward.integrations.megatron as adapter
 from hostward.runtime.backend import Lane
 from hostward.runtime.simulated.backend import Order, SimulatedBackend
 
+FLAGS = ("use_precision_aware_optimizer", "overlap_cpu_optimizer_d2h_h2d")
 LATE = frozenset(lane for lane in Lane if lane is not Lane.COMPUTE)
 
 
@@ -23,7 +26,7 @@ def use(**options: Any) -> None:
 
 def build(layout: str, **how: Any) -> cases.Run:
     """Megatron's flags of its CPU offloading, as its users set them."""
-    fields = {"use_precision_aware_optimizer": True, "overlap_cpu_optimizer_d2h_h2d": True, "offload_fraction": 1.0}
+    fields = {**dict.fromkeys(FLAGS, True), "offload_fraction": 1.0}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optimizer_config, "is_te_min_version", lambda *_, **__: False)
         return cases.build(layout, **{**fields, **how})
@@ -72,3 +75,26 @@ def norms_of_halved_twice() -> list[list[float | None]]:
 
         found.append(cases.train(run, 2, microbatches=2, before_step=halve).grad_norms)
     return found
+
+
+def norms_of_an_optimizer_made_anew() -> tuple[list[Any], list[float | None], str, bool]:
+    """Norms with two optimizers of one model, the second without early gradients, and with one.
+
+    Also what is raised if the first one is stepped, and whether it goes when nobody has it any more.
+    """
+    per_token = {"calculate_per_token_loss": True}
+    use()
+    run = build("single", overlap=True, model=per_token)
+    norms = cases.train(run, 1, microbatches=2).grad_norms
+    first, offloading = run.optimizer, weakref.ref(run.optimizer.offloading)
+    use(early_gradients=False)
+    flags = {name: getattr(run.config, name) for name in FLAGS}
+    _, run.optimizer = cases.make_optimizer(run.chunks, overlap=True, offload_fraction=1.0, **flags)
+    norms += cases.train(run, 1, microbatches=2, first=1).grad_norms
+    with pytest.raises(adapter.OrderingError) as raised:
+        first.step()
+    message = str(raised.value)
+    del first, raised
+    gc.collect()
+    alone = cases.train(build("single", overlap=True, model=per_token), 2, microbatches=2).grad_norms
+    return norms, alone, message, offloading() is None

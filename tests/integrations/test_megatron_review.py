@@ -31,3 +31,10 @@ def test_parts_of_a_chain_are_not_stepped_alone(ranks: Ranks) -> None:
 def test_gradients_are_scaled_as_often_as_megatron_says(ranks: Ranks) -> None:
     ((early, late),) = ranks.run(1, "megatron_review_cases.norms_of_halved_twice")
     assert early == late
+
+
+def test_another_optimizer_of_the_same_model_takes_its_place(ranks: Ranks) -> None:
+    ((norms, alone, raised, gone),) = ranks.run(1, "megatron_review_cases.norms_of_an_optimizer_made_anew")
+    assert norms == alone
+    assert "have another one by now" in raised
+    assert gone

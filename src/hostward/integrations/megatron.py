@@ -409,6 +409,12 @@ class Offloading:
         self._scale: dict[int, Any] = {}
         """Factors by which Megatron scales gradients that were taken already, by model chunk."""
         self._reduced = _Streams(next(self.chunks[0].parameters()).device)
+        self._replaced: list[tuple[Any, str, Any]] = []
+        """Methods of chunks and of their bucket groups: of which object, their names, and what was set there before."""
+        self._left = False
+        mine = {id(chunk) for chunk in self.chunks}
+        for other in [o for o in self.live if any(id(chunk) in mine for chunk in o.chunks)]:
+            other._leave()
         self.live.add(self)
         for chunk in self.chunks:
             self._follow(chunk)
@@ -542,9 +548,9 @@ class Offloading:
 
     def _follow(self, chunk: Any) -> None:
         """Be told by a model chunk when gradients are cleared or scaled, and by its bucket groups of the rest."""
-        _before(chunk, "zero_grad_buffer", self._before_clearing)
+        self._before(chunk, "zero_grad_buffer", self._before_clearing)
         if hasattr(chunk, "offload_grad_buffers"):
-            _before(chunk, "offload_grad_buffers", self._before_clearing)
+            self._before(chunk, "offload_grad_buffers", self._before_clearing)
         scale = chunk.scale_gradients
 
         def scaled(scaling_factor: Any) -> None:
@@ -554,14 +560,14 @@ class Offloading:
             else:
                 scale(scaling_factor)
 
-        chunk.scale_gradients = scaled
+        self._replace(chunk, "scale_gradients", scaled)
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
             self._follow_group(group)
 
     def _follow_group(self, group: Any) -> None:
         held = [p for bucket in group.buckets for p in bucket.params_list]
         if self.config.use_distributed_optimizer:
-            _before(group, "start_param_sync", lambda: self._wait_for(held))
+            self._before(group, "start_param_sync", lambda: self._wait_for(held))
         if self.early:
             start, finish = group.start_grad_sync, group.finish_grad_sync
 
@@ -578,7 +584,36 @@ class Offloading:
                 self._take(held)
                 return found
 
-            group.start_grad_sync, group.finish_grad_sync = started, finished
+            self._replace(group, "start_grad_sync", started)
+            self._replace(group, "finish_grad_sync", finished)
+
+    def _before(self, owner: Any, name: str, told: Callable[[], None]) -> None:
+        """Call `told` before a method of one object."""
+        method = getattr(owner, name)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            told()
+            return method(*args, **kwargs)
+
+        self._replace(owner, name, called)
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        self._replaced.append((owner, name, vars(owner).get(name)))
+        setattr(owner, name, value)
+
+    def _leave(self) -> None:
+        """Leave the model chunks to another optimizer, which has been made for them; nothing there keeps this alive."""
+        if self._made is not None:
+            self._made.discard_gradients()
+            self._made.wait()
+        for owner, name, before in reversed(self._replaced):
+            if before is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+        self._replaced.clear()
+        self._left = True
+        self.live.discard(self)
 
     def _of(self, model_params: Sequence[Any]) -> list[_Shard]:
         return [shard for p in model_params for shard in self._of_param.get(id(p), ())]
@@ -645,6 +680,12 @@ class Offloading:
         if id(part) in self._left_to_step:
             self._left_to_step.discard(id(part))
             return
+        if self._left:
+            raise OrderingError(
+                "a step of an optimizer of Megatron whose model chunks have another one by now",
+                why="only the last one that get_megatron_optimizer made for them is told of their gradients",
+                fix="step that one",
+            )
         if len(self._parts) > 1 and not self._together:
             raise OrderingError(
                 "a part of Megatron's optimizer is stepped alone",
@@ -818,17 +859,6 @@ class _Streams:
         with torch.cuda.stream(self._stream):
             handle.wait()
         return torch.cuda.stream(self._stream)
-
-
-def _before(owner: Any, name: str, told: Callable[[], None]) -> None:
-    """Call `told` before a method of one object."""
-    method = getattr(owner, name)
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        told()
-        return method(*args, **kwargs)
-
-    setattr(owner, name, called)
 
 
 def _whole_of(part: OffloadedHybrid) -> dict[int, tuple[torch.nn.Parameter, int, int]]:
