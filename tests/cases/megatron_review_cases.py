@@ -98,3 +98,23 @@ def norms_of_an_optimizer_made_anew() -> tuple[list[Any], list[float | None], st
     gc.collect()
     alone = cases.train(build("single", overlap=True, model=per_token), 2, microbatches=2).grad_norms
     return norms, alone, message, offloading() is None
+
+
+def refusals() -> list[str]:
+    """What is raised for what Megatron does with norms and gradients, and a step that has one norm cannot."""
+    use()
+    run = build("single")
+
+    def refusal(*, of: Any = run.config, **asked: Any) -> str:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in asked.items():
+                patch.setattr(of, name, value, raising=False)
+            with pytest.raises(adapter.ConfigError) as raised:
+                adapter.require_supported(run.config, run.chunks)
+        return str(raised.value)
+
+    return [
+        refusal(grad_norm_skip_threshold=1.0),
+        refusal(of=next(run.chunks[0].parameters()), grad_norm_group="mtp"),
+        refusal(of=run.chunks[0].config, gtp_weight_remat_size=2),
+    ]

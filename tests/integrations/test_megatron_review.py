@@ -38,3 +38,11 @@ def test_another_optimizer_of_the_same_model_takes_its_place(ranks: Ranks) -> No
     assert norms == alone
     assert "have another one by now" in raised
     assert gone
+
+
+def test_norms_and_reductions_of_newer_versions_are_refused(ranks: Ranks) -> None:
+    (found,) = ranks.run(1, "megatron_review_cases.refusals")
+    for raised, name in zip(
+        found, ("grad_norm_skip_threshold", "grad_norm_group", "gtp_weight_remat_size"), strict=True
+    ):
+        assert name in raised

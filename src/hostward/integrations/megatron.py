@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -194,6 +195,15 @@ def require_supported(config: Any, chunks: Sequence[Any]) -> None:
             refuse(f"{flag}={getattr(config, flag)}", "state is kept in fp32", f"{flag}=torch.float32")
     if config.clip_grad and config.clip_grad < 0:
         refuse(f"clip_grad={config.clip_grad}", "a limit is positive", "clip_grad=0: no clipping")
+    for flag in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
+        if getattr(chunks[0].config, flag, 1) > 1:
+            refuse(f"{flag} > 1", "gradients and norms are of other processes, too", "tensor_model_parallel_size")
+    if _SETTINGS.clip == "hostward":
+        by_megatron = 'use(clip="megatron")'
+        if getattr(config, "grad_norm_skip_threshold", math.inf) < math.inf:
+            refuse("grad_norm_skip_threshold", "norm and clipping are part of the step", by_megatron)
+        if any(getattr(p, "grad_norm_group", None) for chunk in chunks for p in chunk.parameters()):
+            refuse("grad_norm_group, as of multi-token prediction,", "there is one norm of all gradients", by_megatron)
 
 
 class OffloadedHybrid(_Hybrid):  # type: ignore[misc]
@@ -535,7 +545,9 @@ class Offloading:
         for shard in self._shards.values():
             owner = shard.part.owner
             counts = param_is_not_shared(shard.tensor)
-            counts = counts and param_is_not_tensor_parallel_duplicate(shard.tensor, getattr(owner, "tp_group", None))
+            # Experts may have a group of their own; megatron-core 0.16 has no name for it.
+            of_tensor = {name: getattr(owner, name) for name in ("tp_group", "expert_tp_group") if hasattr(owner, name)}
+            counts = counts and param_is_not_tensor_parallel_duplicate(shard.tensor, **of_tensor)
             if not together:  # without a distributed optimizer experts have other replicas than the rest
                 chunk = next(c for c in shard.part.chunks if any(p is shard.model_param for p in c.parameters()))
                 expert = not getattr(shard.model_param, "allreduce", True)
@@ -641,7 +653,7 @@ class Offloading:
         """Return whether `finalize_model_grads` adds to this gradient after its bucket group is reduced."""
         from megatron.core import parallel_state
 
-        if getattr(p, "pipeline_parallel", False):
+        if getattr(p, "pipeline_parallel", False) or getattr(p, "flextron_router_pp_sync", False):
             return True
         if parallel_state.get_tensor_model_parallel_world_size() > 1:
             name = self._names_of[id(p)]
