@@ -118,3 +118,16 @@ def refusals() -> list[str]:
         refusal(of=next(run.chunks[0].parameters()), grad_norm_group="mtp"),
         refusal(of=run.chunks[0].config, gtp_weight_remat_size=2),
     ]
+
+
+def step_after_weights_were_moved() -> str:
+    """What is raised where fp32 main weights lie elsewhere, as after Megatron's `restore_from_cpu` on a GPU."""
+    use()
+    run = build("single", use_precision_aware_optimizer=False)
+    cases.train(run, 1, microbatches=2)
+    for part in cases.inner_optimizers(run):
+        for weight in part.param_groups[0]["params"]:
+            weight.data = weight.data.clone()
+    with pytest.raises(adapter.ModelError) as raised:
+        cases.train(run, 1, microbatches=2, first=1)
+    return str(raised.value)

@@ -46,3 +46,7 @@ def test_norms_and_reductions_of_newer_versions_are_refused(ranks: Ranks) -> Non
         found, ("grad_norm_skip_threshold", "grad_norm_group", "gtp_weight_remat_size"), strict=True
     ):
         assert name in raised
+
+
+def test_weights_that_were_moved_are_noticed(ranks: Ranks) -> None:
+    assert "has been moved" in ranks.run(1, "megatron_review_cases.step_after_weights_were_moved")[0]

@@ -710,6 +710,12 @@ class Offloading:
 
     def _step(self) -> None:
         optimizer = self.optimizer
+        if any(shard.tensor.data_ptr() != shard.weight.data_ptr() for shard in self._shards.values()):
+            raise ModelError(
+                "a weight of Megatron's optimizer has been moved",
+                why="it is stepped where it was when the optimizer was made, and Megatron would copy from elsewhere",
+                fix="leave out offload_to_cpu() and restore_from_cpu(), and raise optimizer_offload_fraction",
+            )
         theirs = [group for part in self._parts for group in part.param_groups if group["params"]]
         for mine, group in zip(optimizer.param_groups, theirs, strict=True):
             mine.update({key: group[key] for key in HYPERPARAMETERS})
