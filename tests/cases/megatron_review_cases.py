@@ -131,3 +131,15 @@ def step_after_weights_were_moved() -> str:
     with pytest.raises(adapter.ModelError) as raised:
         cases.train(run, 1, microbatches=2, first=1)
     return str(raised.value)
+
+
+def told_of_a_gradient_that_is_not_finite(clip: str) -> list[bool]:
+    """Whether each of three steps is said to be made, of which the second one meets a NaN and is skipped."""
+    use(clip=clip)
+    run = build("single")
+
+    def spoil(step: int) -> None:
+        if step == 1:
+            next(run.chunks[0].parameters()).main_grad.view(-1)[0] = float("nan")  # type: ignore[attr-defined]
+
+    return cases.train(run, 3, microbatches=2, before_step=spoil).updated

@@ -50,3 +50,9 @@ def test_norms_and_reductions_of_newer_versions_are_refused(ranks: Ranks) -> Non
 
 def test_weights_that_were_moved_are_noticed(ranks: Ranks) -> None:
     assert "has been moved" in ranks.run(1, "megatron_review_cases.step_after_weights_were_moved")[0]
+
+
+@pytest.mark.parametrize("clip", ["hostward", "megatron"])
+def test_skipped_steps_are_told(ranks: Ranks, clip: str) -> None:
+    (told,) = ranks.run(1, "megatron_review_cases.told_of_a_gradient_that_is_not_finite", clip=clip)
+    assert told == [True, False, True]

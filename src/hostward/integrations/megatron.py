@@ -363,15 +363,17 @@ class OffloadedChain(_Chain):  # type: ignore[misc]
         if self.prepare_grads():
             return False, None, None
         zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
-        self.step_with_ready_grads()
-        norm = offloading.optimizer.grad_norm
-        return not offloading.optimizer.last_step_skipped, norm, zeros
+        updated = self.step_with_ready_grads()
+        return updated, offloading.optimizer.grad_norm, zeros
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
-        """Step all parts, whose gradients are all there."""
-        with nullcontext() if self.offloading is None else self.offloading.together():
+        """Step all parts, whose gradients are all there. Returns whether the step was made."""
+        if self.offloading is None:
             return bool(super().step_with_ready_grads())
+        with self.offloading.together():
+            stepped = super().step_with_ready_grads()
+        return bool(stepped) and not self.offloading.optimizer.last_step_skipped
 
 
 @dataclass(frozen=True, slots=True)
