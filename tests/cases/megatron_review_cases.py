@@ -143,3 +143,10 @@ def told_of_a_gradient_that_is_not_finite(clip: str) -> list[bool]:
             next(run.chunks[0].parameters()).main_grad.view(-1)[0] = float("nan")  # type: ignore[attr-defined]
 
     return cases.train(run, 3, microbatches=2, before_step=spoil).updated
+
+
+def takes_early(**ddp: Any) -> bool:
+    """Whether gradients are taken as bucket groups are reduced, with these flags of data parallelism."""
+    use()
+    early: bool = build("dp2", overlap=True, ddp=ddp).optimizer.offloading.early
+    return early

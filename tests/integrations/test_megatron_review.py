@@ -56,3 +56,9 @@ def test_weights_that_were_moved_are_noticed(ranks: Ranks) -> None:
 def test_skipped_steps_are_told(ranks: Ranks, clip: str) -> None:
     (told,) = ranks.run(1, "megatron_review_cases.told_of_a_gradient_that_is_not_finite", clip=clip)
     assert told == [True, False, True]
+
+
+def test_reductions_that_are_made_by_whoever_waits_are_left_to_megatron(ranks: Ranks) -> None:
+    summed = {"reduce_scatter_with_fp32_accumulation": True, "grad_reduce_in_fp32": False}
+    assert ranks.run(2, "megatron_review_cases.takes_early") == [True, True]
+    assert ranks.run(2, "megatron_review_cases.takes_early", **summed) == [False, False]

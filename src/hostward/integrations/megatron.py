@@ -101,8 +101,8 @@ def use(*, clip: str = "hostward", early_gradients: bool = True, **options: Any)
         clip: "hostward": `clip_grad` is carried out within the step, by the norm over all optimizers of the chain.
             "megatron": by Megatron's own functions, before the step.
         early_gradients: offload gradients as soon as their bucket group is reduced, while backward goes on; needs
-            `overlap_grad_reduce`, `overlap_cpu_optimizer_d2h_h2d` and clip="hostward", and no loss scaler. Without
-            these they are offloaded at the step, with the same bits.
+            `overlap_grad_reduce`, `overlap_cpu_optimizer_d2h_h2d` and clip="hostward", and neither a loss scaler nor
+            `reduce_scatter_with_fp32_accumulation`. Otherwise they are offloaded at the step, with the same bits.
         options: of `hostward.AdamW`: streamed_fraction, staging_bytes, host_threads, backend. What flags of Megatron
             say is none of them.
 
@@ -455,7 +455,9 @@ class Offloading:
         flags = self.chunks[0].ddp_config
         scaled = any(getattr(part.owner, "grad_scaler", None) is not None for part in self._parts)
         asked = self._settings.early_gradients and self.clips and flags.overlap_grad_reduce
-        return bool(asked and self._parts[0].defaults.get("overlap_cpu_optimizer_d2h_h2d") and not scaled)
+        # Its handle adds up whenever it is waited for, in memory that is the current stream's alone.
+        late = scaled or getattr(flags, "reduce_scatter_with_fp32_accumulation", False)
+        return bool(asked and self._parts[0].defaults.get("overlap_cpu_optimizer_d2h_h2d") and not late)
 
     @property
     def optimizer(self) -> AdamW:
