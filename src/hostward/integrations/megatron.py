@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -51,11 +52,12 @@ FROM_MEGATRON = ("params", "module", "stages", "tied", "uncounted", "waits", "fe
 """Options of `hostward.AdamW` that follow from how Megatron keeps weights and gradients."""
 REPLACED = (
     ("megatron.core.optimizer", "HybridDeviceOptimizer"),
-    ("megatron.core.optimizer.distrib_optimizer", "HybridDeviceOptimizer"),
     ("megatron.core.optimizer", "ChainedOptimizer"),
     ("megatron.core.optimizer", "_get_megatron_optimizer_based_on_param_groups"),
 )
 """Names that `use` replaces."""
+COPIED = ("megatron.core.optimizer.distrib_optimizer", "HybridDeviceOptimizer")
+"""A name that is replaced while an optimizer is made: by it Megatron knows its own, those made before `use` as well."""
 CALLED = (
     ("megatron.core.distributed.param_and_grad_buffer", "_ParamAndGradBucketGroup.start_param_sync"),
     ("megatron.core.distributed.param_and_grad_buffer", "_ParamAndGradBucketGroup.start_grad_sync"),
@@ -92,8 +94,8 @@ def use(*, clip: str = "hostward", early_gradients: bool = True, **options: Any)
         clip: "hostward": `clip_grad` is carried out within the step, by the norm over all optimizers of the chain.
             "megatron": by Megatron's own functions, before the step.
         early_gradients: offload gradients as soon as their bucket group is reduced, while backward goes on; needs
-            `overlap_grad_reduce`, `overlap_cpu_optimizer_d2h_h2d` and clip="hostward", and no loss scaler. Without
-            these they are offloaded at the step, with the same bits.
+            `overlap_grad_reduce`, `overlap_cpu_optimizer_d2h_h2d` and clip="hostward", and neither a loss scaler nor
+            `reduce_scatter_with_fp32_accumulation`. Otherwise they are offloaded at the step, with the same bits.
         options: of `hostward.AdamW`: streamed_fraction, staging_bytes, host_threads, backend. What flags of Megatron
             say is none of them.
 
@@ -119,20 +121,25 @@ def use(*, clip: str = "hostward", early_gradients: bool = True, **options: Any)
     _SETTINGS.options, _SETTINGS.clip, _SETTINGS.early_gradients = options, clip, early_gradients
     for where, name in REPLACED:
         _SETTINGS.originals.setdefault((where, name), getattr(importlib.import_module(where), name))
-    make = _SETTINGS.originals[REPLACED[-1]]
+    make, theirs = _SETTINGS.originals[REPLACED[-1]], importlib.import_module(COPIED[0])
 
     def made(*args: Any, **kwargs: Any) -> Any:
         """Make a part of the chain, and note what it was made for."""
         given = inspect.signature(make).bind(*args, **kwargs).arguments
         require_supported(given["config"], given["model_chunks"])
-        part = make(*args, **kwargs)
+        hybrid = getattr(theirs, COPIED[1])
+        setattr(theirs, COPIED[1], OffloadedHybrid)
+        try:
+            part = make(*args, **kwargs)
+        finally:
+            setattr(theirs, COPIED[1], hybrid)
         if isinstance(getattr(part, "optimizer", None), OffloadedHybrid):
             part.optimizer.owner, part.optimizer.chunks = part, list(given["model_chunks"])
             if part.init_state_fn is None:  # Megatron calls it when it loads, and has none for its hybrid optimizer
                 part.init_state_fn = _state_is_there
         return part
 
-    for (where, name), value in zip(REPLACED, (OffloadedHybrid, OffloadedHybrid, OffloadedChain, made), strict=True):
+    for (where, name), value in zip(REPLACED, (OffloadedHybrid, OffloadedChain, made), strict=True):
         setattr(importlib.import_module(where), name, value)
 
 
@@ -145,7 +152,7 @@ def stop_using() -> None:
 def require_names() -> None:
     """Raise ConfigError unless Megatron has all names that `use` needs."""
     version = getattr(importlib.import_module("megatron.core"), "__version__", "of an unknown version")
-    for where, path in (*REPLACED, *CALLED):
+    for where, path in (*REPLACED, COPIED, *CALLED):
         found: Any = importlib.import_module(where)
         for name in path.split("."):
             found = getattr(found, name, None)
@@ -183,6 +190,15 @@ def require_supported(config: Any, chunks: Sequence[Any]) -> None:
             refuse(f"{flag}={getattr(config, flag)}", "state is kept in fp32", f"{flag}=torch.float32")
     if config.clip_grad and config.clip_grad < 0:
         refuse(f"clip_grad={config.clip_grad}", "a limit is positive", "clip_grad=0: no clipping")
+    for flag in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
+        if getattr(chunks[0].config, flag, 1) > 1:
+            refuse(f"{flag} > 1", "gradients and norms are of other processes, too", "tensor_model_parallel_size")
+    if _SETTINGS.clip == "hostward":
+        by_megatron = 'use(clip="megatron")'
+        if getattr(config, "grad_norm_skip_threshold", math.inf) < math.inf:
+            refuse("grad_norm_skip_threshold", "norm and clipping are part of the step", by_megatron)
+        if any(getattr(p, "grad_norm_group", None) for chunk in chunks for p in chunk.parameters()):
+            refuse("grad_norm_group, as of multi-token prediction,", "there is one norm of all gradients", by_megatron)
 
 
 def _state_is_there(*_: Any) -> None:
@@ -346,9 +362,17 @@ class OffloadedChain(_Chain):  # type: ignore[misc]
         if self.prepare_grads():
             return False, None, None
         zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
-        self.step_with_ready_grads()
-        norm = offloading.optimizer.grad_norm
-        return not offloading.optimizer.last_step_skipped, norm, zeros
+        updated = self.step_with_ready_grads()
+        return updated, offloading.optimizer.grad_norm, zeros
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        """Step all parts, whose gradients are all there. Returns whether the step was made."""
+        if self.offloading is None:
+            return bool(super().step_with_ready_grads())
+        with self.offloading.together():
+            stepped = super().step_with_ready_grads()
+        return bool(stepped) and not self.offloading.optimizer.last_step_skipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,9 +416,16 @@ class Offloading:
         """Entries that were handed out, with the versions of their tensors: Megatron copies into some of them."""
         self._versions: dict[int, int] = {}
         self._left_to_step: set[int] = set()
+        self._together = False
         self._scale: dict[int, Any] = {}
         """Factors by which Megatron scales gradients that were taken already, by model chunk."""
         self._reduced = _Streams(next(self.chunks[0].parameters()).device)
+        self._replaced: list[tuple[Any, str, Any]] = []
+        """Methods of chunks and of their bucket groups: of which object, their names, and what was set there before."""
+        self._left = False
+        mine = {id(chunk) for chunk in self.chunks}
+        for other in [o for o in self.live if any(id(chunk) in mine for chunk in o.chunks)]:
+            other._leave()
         self.live.add(self)
         for chunk in self.chunks:
             self._follow(chunk)
@@ -423,7 +454,9 @@ class Offloading:
         flags = self.chunks[0].ddp_config
         scaled = any(getattr(part.owner, "grad_scaler", None) is not None for part in self._parts)
         asked = self._settings.early_gradients and self.clips and flags.overlap_grad_reduce
-        return bool(asked and self._parts[0].defaults.get("overlap_cpu_optimizer_d2h_h2d") and not scaled)
+        # Its handle adds up whenever it is waited for, in memory that is the current stream's alone.
+        late = scaled or getattr(flags, "reduce_scatter_with_fp32_accumulation", False)
+        return bool(asked and self._parts[0].defaults.get("overlap_cpu_optimizer_d2h_h2d") and not late)
 
     @property
     def optimizer(self) -> AdamW:
@@ -515,7 +548,9 @@ class Offloading:
         for shard in self._shards.values():
             owner = shard.part.owner
             counts = param_is_not_shared(shard.tensor)
-            counts = counts and param_is_not_tensor_parallel_duplicate(shard.tensor, getattr(owner, "tp_group", None))
+            # Experts may have a group of their own; megatron-core 0.16 has no name for it.
+            of_tensor = {name: getattr(owner, name) for name in ("tp_group", "expert_tp_group") if hasattr(owner, name)}
+            counts = counts and param_is_not_tensor_parallel_duplicate(shard.tensor, **of_tensor)
             if not together:  # without a distributed optimizer experts have other replicas than the rest
                 chunk = next(c for c in shard.part.chunks if any(p is shard.model_param for p in c.parameters()))
                 expert = not getattr(shard.model_param, "allreduce", True)
@@ -528,25 +563,26 @@ class Offloading:
 
     def _follow(self, chunk: Any) -> None:
         """Be told by a model chunk when gradients are cleared or scaled, and by its bucket groups of the rest."""
-        _before(chunk, "zero_grad_buffer", self._before_clearing)
+        self._before(chunk, "zero_grad_buffer", self._before_clearing)
         if hasattr(chunk, "offload_grad_buffers"):
-            _before(chunk, "offload_grad_buffers", self._before_clearing)
+            self._before(chunk, "offload_grad_buffers", self._before_clearing)
         scale = chunk.scale_gradients
 
         def scaled(scaling_factor: Any) -> None:
             if self._made is not None and self._made.gradients_taken:
-                self._scale[id(chunk)] = scaling_factor  # within the step, for those that have left
+                # Within the step, for those that have left.
+                self._scale[id(chunk)] = scaling_factor * self._scale.get(id(chunk), 1.0)
             else:
                 scale(scaling_factor)
 
-        chunk.scale_gradients = scaled
+        self._replace(chunk, "scale_gradients", scaled)
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
             self._follow_group(group)
 
     def _follow_group(self, group: Any) -> None:
         held = [p for bucket in group.buckets for p in bucket.params_list]
         if self.config.use_distributed_optimizer:
-            _before(group, "start_param_sync", lambda: self._wait_for(held))
+            self._before(group, "start_param_sync", lambda: self._wait_for(held))
         if self.early:
             start, finish = group.start_grad_sync, group.finish_grad_sync
 
@@ -563,7 +599,36 @@ class Offloading:
                 self._take(held)
                 return found
 
-            group.start_grad_sync, group.finish_grad_sync = started, finished
+            self._replace(group, "start_grad_sync", started)
+            self._replace(group, "finish_grad_sync", finished)
+
+    def _before(self, owner: Any, name: str, told: Callable[[], None]) -> None:
+        """Call `told` before a method of one object."""
+        method = getattr(owner, name)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            told()
+            return method(*args, **kwargs)
+
+        self._replace(owner, name, called)
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        self._replaced.append((owner, name, vars(owner).get(name)))
+        setattr(owner, name, value)
+
+    def _leave(self) -> None:
+        """Leave the model chunks to another optimizer, which has been made for them; nothing there keeps this alive."""
+        if self._made is not None:
+            self._made.discard_gradients()
+            self._made.wait()
+        for owner, name, before in reversed(self._replaced):
+            if before is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+        self._replaced.clear()
+        self._left = True
+        self.live.discard(self)
 
     def _of(self, model_params: Sequence[Any]) -> list[_Shard]:
         return [shard for p in model_params for shard in self._of_param.get(id(p), ())]
@@ -591,7 +656,7 @@ class Offloading:
         """Return whether `finalize_model_grads` adds to this gradient after its bucket group is reduced."""
         from megatron.core import parallel_state
 
-        if getattr(p, "pipeline_parallel", False):
+        if getattr(p, "pipeline_parallel", False) or getattr(p, "flextron_router_pp_sync", False):
             return True
         if parallel_state.get_tensor_model_parallel_world_size() > 1:
             name = self._names_of[id(p)]
@@ -615,15 +680,31 @@ class Offloading:
 
     # ---------------------------------------------------------------- the step
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Return a context in which Megatron steps one part after the other; it has prepared all their gradients."""
+        self._left_to_step.clear()  # of a step that was interrupted
+        self._together = True
+        try:
+            yield
+        finally:
+            self._together = False
+
     def step_part(self, part: OffloadedHybrid) -> None:
         """Step everything with the first part that Megatron steps; the others have been stepped then."""
         if id(part) in self._left_to_step:
             self._left_to_step.discard(id(part))
             return
-        if self._left_to_step:
+        if self._left:
             raise OrderingError(
-                "a part of Megatron's optimizer is stepped twice, and another one not at all",
-                why="hostward steps all parts of a chain together",
+                "a step of an optimizer of Megatron whose model chunks have another one by now",
+                why="only the last one that get_megatron_optimizer made for them is told of their gradients",
+                fix="step that one",
+            )
+        if len(self._parts) > 1 and not self._together:
+            raise OrderingError(
+                "a part of Megatron's optimizer is stepped alone",
+                why="hostward steps all parts of a chain together, and the other gradients may not be there",
                 fix="step the ChainedOptimizer that get_megatron_optimizer returned",
             )
         self.flush()
@@ -632,6 +713,12 @@ class Offloading:
 
     def _step(self) -> None:
         optimizer = self.optimizer
+        if any(shard.tensor.data_ptr() != shard.weight.data_ptr() for shard in self._shards.values()):
+            raise ModelError(
+                "a weight of Megatron's optimizer has been moved",
+                why="it is stepped where it was when the optimizer was made, and Megatron would copy from elsewhere",
+                fix="leave out offload_to_cpu() and restore_from_cpu(), and raise optimizer_offload_fraction",
+            )
         theirs = [group for part in self._parts for group in part.param_groups if group["params"]]
         for mine, group in zip(optimizer.param_groups, theirs, strict=True):
             mine.update({key: group[key] for key in HYPERPARAMETERS})
@@ -793,17 +880,6 @@ class _Streams:
         with torch.cuda.stream(self._stream):
             handle.wait()
         return torch.cuda.stream(self._stream)
-
-
-def _before(owner: Any, name: str, told: Callable[[], None]) -> None:
-    """Call `told` before a method of one object."""
-    method = getattr(owner, name)
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        told()
-        return method(*args, **kwargs)
-
-    setattr(owner, name, called)
 
 
 def _whole_of(part: OffloadedHybrid) -> dict[int, tuple[torch.nn.Parameter, int, int]]:

@@ -1,0 +1,152 @@
+"""Runs of Megatron-Core, stepped by hostward, that went wrong once."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import megatron.core.optimizer.optimizer_config as optimizer_config
+import megatron_cases as cases
+import pytest
+import torch
+
+import hostward.integrations.megatron as adapter
+from hostward.runtime.backend import Lane
+from hostward.runtime.simulated.backend import Order, SimulatedBackend
+
+FLAGS = ("use_precision_aware_optimizer", "overlap_cpu_optimizer_d2h_h2d")
+LATE = frozenset(lane for lane in Lane if lane is not Lane.COMPUTE)
+
+
+def use(**options: Any) -> None:
+    """Have hostward step what is built from now on; all that may be late is."""
+    adapter.use(backend=SimulatedBackend(order=Order(late=LATE), threads=1), **options)
+
+
+def build(layout: str, **how: Any) -> cases.Run:
+    """Megatron's flags of its CPU offloading, as its users set them."""
+    fields = {**dict.fromkeys(FLAGS, True), "offload_fraction": 1.0}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer_config, "is_te_min_version", lambda *_, **__: False)
+        return cases.build(layout, **{**fields, **how})
+
+
+def masters_after_reload_of_one_made_before() -> list[float]:
+    """The fp32 main weights of Megatron's own hybrid optimizer, made before `use`, whose weights became 0.25."""
+    adapter.stop_using()
+    run = build("single", offload_fraction=0.5)
+    use()
+    try:
+        with torch.no_grad():
+            for chunk in run.chunks:
+                for weight in chunk.parameters():
+                    weight.data.fill_(0.25)
+        run.optimizer.reload_model_params()
+    finally:
+        adapter.stop_using()
+    (hybrid,) = cases.inner_optimizers(run)
+    return [float(each) for weight in hybrid.param_to_fp32_param.values() for each in (weight.min(), weight.max())]
+
+
+def steps_of_a_part_alone() -> tuple[str, set[int]]:
+    """What is raised if one part of a chain is stepped, and the step counts of all weights then."""
+    use()
+    run = build("ep2", clip_grad=0.0)
+    chain = run.optimizer
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chain, "step", chain.chained_optimizers[-1].step)
+        with pytest.raises(adapter.OrderingError) as raised:
+            cases.train(run, 1, microbatches=2)
+    optimizer = chain.offloading.optimizer
+    return str(raised.value), {optimizer.step_count(t.name) for t in optimizer.inventory.parameters}
+
+
+def norms_of_halved_twice() -> list[list[float | None]]:
+    """The norms where gradients are multiplied by a half twice, with early gradients and without."""
+    found = []
+    for early in (True, False):
+        use(early_gradients=early)
+        run = build("single", overlap=True)
+
+        def halve(_: int, run: cases.Run = run) -> None:
+            for chunk in [*run.chunks, *run.chunks]:
+                chunk.scale_gradients(0.5)
+
+        found.append(cases.train(run, 2, microbatches=2, before_step=halve).grad_norms)
+    return found
+
+
+def norms_of_an_optimizer_made_anew() -> tuple[list[Any], list[float | None], str, bool]:
+    """Norms with two optimizers of one model, the second without early gradients, and with one.
+
+    Also what is raised if the first one is stepped, and whether it goes when nobody has it any more.
+    """
+    per_token = {"calculate_per_token_loss": True}
+    use()
+    run = build("single", overlap=True, model=per_token)
+    norms = cases.train(run, 1, microbatches=2).grad_norms
+    first, offloading = run.optimizer, weakref.ref(run.optimizer.offloading)
+    use(early_gradients=False)
+    flags = {name: getattr(run.config, name) for name in FLAGS}
+    _, run.optimizer = cases.make_optimizer(run.chunks, overlap=True, offload_fraction=1.0, **flags)
+    norms += cases.train(run, 1, microbatches=2, first=1).grad_norms
+    with pytest.raises(adapter.OrderingError) as raised:
+        first.step()
+    message = str(raised.value)
+    del first, raised
+    gc.collect()
+    alone = cases.train(build("single", overlap=True, model=per_token), 2, microbatches=2).grad_norms
+    return norms, alone, message, offloading() is None
+
+
+def refusals() -> list[str]:
+    """What is raised for what Megatron does with norms and gradients, and a step that has one norm cannot."""
+    use()
+    run = build("single")
+
+    def refusal(*, of: Any = run.config, **asked: Any) -> str:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in asked.items():
+                patch.setattr(of, name, value, raising=False)
+            with pytest.raises(adapter.ConfigError) as raised:
+                adapter.require_supported(run.config, run.chunks)
+        return str(raised.value)
+
+    return [
+        refusal(grad_norm_skip_threshold=1.0),
+        refusal(of=next(run.chunks[0].parameters()), grad_norm_group="mtp"),
+        refusal(of=run.chunks[0].config, gtp_weight_remat_size=2),
+    ]
+
+
+def step_after_weights_were_moved() -> str:
+    """What is raised where fp32 main weights lie elsewhere, as after Megatron's `restore_from_cpu` on a GPU."""
+    use()
+    run = build("single", use_precision_aware_optimizer=False)
+    cases.train(run, 1, microbatches=2)
+    for part in cases.inner_optimizers(run):
+        for weight in part.param_groups[0]["params"]:
+            weight.data = weight.data.clone()
+    with pytest.raises(adapter.ModelError) as raised:
+        cases.train(run, 1, microbatches=2, first=1)
+    return str(raised.value)
+
+
+def told_of_a_gradient_that_is_not_finite(clip: str) -> list[bool]:
+    """Whether each of three steps is said to be made, of which the second one meets a NaN and is skipped."""
+    use(clip=clip)
+    run = build("single")
+
+    def spoil(step: int) -> None:
+        if step == 1:
+            next(run.chunks[0].parameters()).main_grad.view(-1)[0] = float("nan")  # type: ignore[attr-defined]
+
+    return cases.train(run, 3, microbatches=2, before_step=spoil).updated
+
+
+def takes_early(**ddp: Any) -> bool:
+    """Whether gradients are taken as bucket groups are reduced, with these flags of data parallelism."""
+    use()
+    early: bool = build("dp2", overlap=True, ddp=ddp).optimizer.offloading.early
+    return early
