@@ -734,6 +734,8 @@ class Offloading:
                 optimizer.take_gradient(shard.name, gradient.view(-1), borrowed=True)
             else:
                 shard.weight.grad = gradient.view_as(shard.weight)
+        if self.clips:
+            optimizer.max_grad_norm = float(self.config.clip_grad or 0.0)  # Megatron reads it at each step, too
         optimizer.step(gradient_scale=self._gradient_scale())
         if not self.steps_weights:
             optimizer.wait_for_weights()
