@@ -171,3 +171,24 @@ def crossed(layout: str, folder: str, own_saves: bool, form: str, how: Mapping[s
     run = made(not own_saves)
     cases.load(run, folder)
     return [stays, told_by(run, cases.train(run, 2, first=2))]
+
+
+def attached(layout: str, how: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """The bits without and with offloaded activations of each chunk's first layers, and the bytes that left."""
+    import hostward
+
+    found = []
+    for offloaded in (False, True):
+        run = built(layout, 1.0, **how)
+        attachments = []
+        if offloaded:
+            activations = hostward.Activations(num_layers=1, min_bytes=0)
+            attachments = [
+                hostward.attach(chunk, layers=list(chunk.module.decoder.layers), activations=activations)
+                for chunk in run.chunks
+            ]
+        told = told_by(run, cases.train(run, 3))
+        found.append((told["digest"], sum("so far 0 bytes" not in str(each) for each in attachments)))
+        for each in attachments:
+            each.detach()
+    return found

@@ -216,3 +216,12 @@ def test_reductions_that_are_made_by_whoever_waits_are_left_to_megatron(ranks: R
     summed = {"reduce_scatter_with_fp32_accumulation": True, "grad_reduce_in_fp32": False}
     assert ranks.run(2, "megatron_edge_cases.takes_early") == [True, True]
     assert ranks.run(2, "megatron_edge_cases.takes_early", **summed) == [False, False]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("layout", ["single", "pp2"])
+def test_activations_of_its_layers_are_offloaded(ranks: Ranks, layout: str) -> None:
+    """With several microbatches in flight between pipeline stages, too."""
+    for without, offloaded in ranks.run(WORLDS[layout], f"{CASES}.attached", layout=layout, how=OVERLAPPED):
+        assert offloaded[0] == without[0]
+        assert (without[1], offloaded[1]) == (0, 1)

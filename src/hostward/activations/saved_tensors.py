@@ -198,7 +198,7 @@ class Sorter:
             ]
             for layer in layers
         ]
-        self._module_buffers = [b for b in module.buffers() if type(b) is torch.Tensor]
+        self._module_buffers = [b for b in torch.nn.Module.buffers(module) if type(b) is torch.Tensor]
 
     @unfenced
     def refresh(self, module: torch.nn.Module) -> None:
