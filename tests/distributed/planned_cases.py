@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -32,11 +35,17 @@ MIXED = (Placement.HOST, Placement.DEVICE, Placement.STREAMED)
 LAYERS = ("model.layers.0", "model.layers.1")
 
 
+@cache
+def traces() -> TemporaryDirectory[str]:
+    """Where traces are kept: most cases divide the same models."""
+    return TemporaryDirectory(prefix="traces-")
+
+
 def workload(words: Sequence[str], recipe: str, ranks: int) -> Workload:
     """One rank's part of a small recipe."""
     config = small(*words, recipe=recipe)
-    in_fp32 = widened(config, ranks)
-    return part_of(recipe_workload(config), ranks, reduced_in_fp32=in_fp32, resharded=resharded(config))
+    whole = recipe_workload(config, folder=Path(traces().name))
+    return part_of(whole, ranks, reduced_in_fp32=widened(config, ranks), resharded=resharded(config))
 
 
 def choice_of(of: Workload, keeps: tuple[Keep, ...], **options: Any) -> Choice:

@@ -179,7 +179,7 @@ def train(
     mix: str = "device",
     order: str = "eager",
     *,
-    steps: int = 3,
+    steps: int = 2,
     microbatches: int = 1,
     sync: bool = True,
     context: bool = True,
@@ -263,7 +263,7 @@ def moved_without_sharding() -> int:
     """Bytes of activations that leave in the same training of a network that is not sharded."""
     model = Net()
     with hostward.attach(model, activations=EVERYTHING, backend=SimulatedBackend(threads=1)) as run:
-        for step in range(3):
+        for step in range(2):
             loss_of(model, 100 * step).backward()
         with torch.no_grad():
             loss_of(model, 7)

@@ -20,15 +20,19 @@ from hostward.trainer import loop, setup
 HOST = ["optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_offload_fraction=1.0"]
 HALF = [HOST[0], "optimizer.optimizer_offload_fraction=0.5", "optimizer.offload_optimizer_states=True"]
 STREAMED = ["optimizer.offload_optimizer_states=True"]
-FOUR = ["model.num_layers=4", "model.pipeline_model_parallel_size=4"]
+BATCH, TWICE = "train.global_batch_size=4", "train.global_batch_size=8"
+"""As many microbatches as the longest pipeline has stages, and twice as many: stages that take turns alternate between
+forward and backward on every rank with these alone.
+"""
+FOUR = ["model.num_layers=4", "model.pipeline_model_parallel_size=4", BATCH]
 """A stage on each rank."""
 TWO = ["model.num_layers=4", "model.pipeline_model_parallel_size=2"]
 """Two stages, over the two ranks of each of which FSDP2 divides it."""
-EIGHT = ["model.num_layers=8", "model.pipeline_model_parallel_size=4"]
+EIGHT = ["model.num_layers=8", *FOUR[1:]]
 TURNS = "model.virtual_pipeline_model_parallel_size=2"
 SHARED = "model.tensor_model_parallel_size=2"
 SEQUENCES = [SHARED, "model.sequence_parallel=true"]
-SIXTEEN = ["model.num_layers=16", "model.pipeline_model_parallel_size=4"]
+SIXTEEN = ["model.num_layers=16", *FOUR[1:]]
 RESHARDED = "ddp.data_parallel_sharding_strategy=optim_grads_params"
 
 
@@ -71,7 +75,7 @@ def joined(ranks: list[Any]) -> dict[str, str]:
 
 
 BITS = {
-    "experts, half on the host": (MOE, FOUR, HALF),
+    "experts, half on the host": (MOE, [*FOUR, TWICE], HALF),
     "sums on the host, in float32": (QWEN3, [*FOUR, "model.params_dtype=bf16"], [*HOST, "optimizer.gradients=host"]),
     "fp16": (QWEN3, [*FOUR, "model.params_dtype=fp16"], HALF),
     "activations leave, layers run again": (
@@ -84,7 +88,7 @@ BITS = {
     ),
     "stages take turns, parts leave": (
         MOE,
-        [*EIGHT, TURNS, "model.params_dtype=bf16"],
+        [*EIGHT, TURNS, TWICE, "model.params_dtype=bf16"],
         [
             *["model.fine_grained_activation_offloading=True", "model.offload_modules=[expert_fc1,moe_act]"],
             *["model.min_offloaded_tensor_size=64", *HOST],
@@ -266,7 +270,7 @@ def test_weights_of_a_stage_are_here_as_its_passes_come_and_foreseen_from_the_se
         assert second["fetched"] - first["fetched"] <= (of_passes // 2 if "turns" in case else of_passes)
 
 
-PAIR = [*TWO, "train.global_batch_size=4"]
+PAIR = [*TWO, BATCH]
 MATRICES = {
     "sequences, stages take turns": (QWEN3, [*PAIR, TURNS, *SEQUENCES]),
     "experts": (MOE, [*PAIR, *SEQUENCES, "model.expert_model_parallel_size=2", "model.moe_aux_loss_coeff=1"]),
@@ -323,7 +327,7 @@ def test_a_saved_pipeline_goes_on_and_every_layout_loads_it(trained: Any, tmp_pa
     what these save by one process.
     """
     first, second = tmp_path / "first", tmp_path / "second"
-    placed = [*HALF, "train.train_iters=4"]
+    placed = [*HALF, "train.train_iters=3"]
     straight = trained(*FOUR, *placed)
     beside = ["checkpoint.async_save=True", "checkpoint.async_save_mode=snapshot"]
     trained(*FOUR, *placed, *beside, f"checkpoint.save={first}", "train.train_iters=2")
@@ -331,26 +335,26 @@ def test_a_saved_pipeline_goes_on_and_every_layout_loads_it(trained: Any, tmp_pa
     for before, after in zip(straight, resumed, strict=True):
         assert after["bits"] == before["bits"]
         assert after["told"][0] == before["told"][0][2:]
-    trained(*TWO, TURNS, *HOST, "train.train_iters=4", f"checkpoint.load={first}", f"checkpoint.save={second}")
+    trained(*PAIR, TURNS, *HOST, "train.train_iters=3", f"checkpoint.load={first}", f"checkpoint.save={second}")
     for folder in (first, second):
-        words = ("model.num_layers=4", f"checkpoint.load={folder}", "train.train_iters=5")
+        words = (FOUR[0], BATCH, f"checkpoint.load={folder}", "train.train_iters=4")
         run = setup.prepare(QWEN3, small(*words, recipe=QWEN3))
-        assert run.iteration == 4
+        assert run.iteration == 3
         assert snapshot(run.model, run.optimizer) == joined(straight)
 
 
 def test_stages_load_what_one_process_saved(trained: Any, tmp_path: Path) -> None:
-    before, whole = ["train.train_iters=2", f"checkpoint.save={tmp_path}"], "model.num_layers=4"
-    saved = alone(whole, *before)
+    before, whole = ["train.train_iters=2", f"checkpoint.save={tmp_path}"], (FOUR[0], BATCH)
+    saved = alone(*whole, *before)
     load = f"checkpoint.load={tmp_path}"
     assert joined(trained(*FOUR, *STREAMED, "train.train_iters=2", load)) == saved["bits"]
     found = trained(*FOUR, *STREAMED, "train.train_iters=3", load)
-    assert joined(found) == alone(whole, "train.train_iters=3", load)["bits"]
+    assert joined(found) == alone(*whole, "train.train_iters=3", load)["bits"]
 
 
 @pytest.mark.parametrize(
     ("words", "layers", "later"),
-    [(EIGHT, 1, HOST), ([*LAYERS, TURNS, RESHARDED], 3, away(3))],
+    [(EIGHT, 1, HOST), ([*LAYERS, TURNS, RESHARDED, BATCH], 3, away(3))],
     ids=["one rank, here again", "divided"],
 )
 def test_stages_whose_weights_leave_are_saved_and_go_on(

@@ -32,7 +32,9 @@ PLACED = {
     "serial": [*HALF, "optimizer.overlap_cpu_optimizer_d2h_h2d=False"],
     "weights leave": [*HOST, *AWAY, "model.cpu_offloading_num_layers=1"],
 }
-FOUR = ["model.num_layers=8", "model.pipeline_model_parallel_size=4"]
+BATCH, TWICE = "train.global_batch_size=4", "train.global_batch_size=8"
+"""As many microbatches as the longest pipeline has stages, and twice as many, as in `test_pipelines.py`."""
+FOUR = ["model.num_layers=8", "model.pipeline_model_parallel_size=4", BATCH]
 """A stage on each rank."""
 TWO = ["model.num_layers=4", "model.pipeline_model_parallel_size=2"]
 """Two stages, on two ranks each."""
@@ -40,7 +42,7 @@ TURNS = "model.virtual_pipeline_model_parallel_size=2"
 BF16 = "model.params_dtype=bf16"
 LAYOUTS = {
     "four": FOUR,
-    "four, in turns": [*FOUR, TURNS, BF16],
+    "four, in turns": [*FOUR, TURNS, TWICE, BF16],
     "divided": [*TWO, BF16],
     "divided, in turns": [*TWO, TURNS, "ddp.data_parallel_sharding_strategy=optim_grads_params"],
     "copies, in turns": [*TWO, TURNS, "ddp.use_distributed_optimizer=False"],
@@ -48,7 +50,7 @@ LAYOUTS = {
         *TWO,
         "model.tensor_model_parallel_size=2",
         "model.sequence_parallel=true",
-        "train.global_batch_size=4",
+        BATCH,
     ],
 }
 
@@ -181,7 +183,7 @@ def test_a_saved_pipeline_goes_on_and_every_layout_loads_it(trained: Any, tmp_pa
     these save by one process. Seen red: the name of the weight twice in the saved groups.
     """
     first, second = tmp_path / "first", tmp_path / "second"
-    placed = [*HALF, "train.train_iters=4"]
+    placed = [*HALF, "train.train_iters=3"]
     straight = trained(*FOUR, *placed)
     beside = ["checkpoint.async_save=True", "checkpoint.async_save_mode=snapshot"]
     trained(*FOUR, *placed, *beside, f"checkpoint.save={first}", "train.train_iters=2")
@@ -189,16 +191,20 @@ def test_a_saved_pipeline_goes_on_and_every_layout_loads_it(trained: Any, tmp_pa
     for before, after in zip(straight, resumed, strict=True):
         assert after["bits"] == before["bits"]
         assert after["told"][0] == before["told"][0][2:]
-    words = [FOUR[0], *TWO[1:], TURNS, *HOST, "train.train_iters=4"]
+    words = [FOUR[0], *TWO[1:], BATCH, TURNS, *HOST, "train.train_iters=3"]
     require_same_ends(trained(*words, f"checkpoint.load={first}", f"checkpoint.save={second}"))
     for folder in (first, second):
-        run = setup.prepare(LLAMA, small(FOUR[0], f"checkpoint.load={folder}", "train.train_iters=5", recipe=LLAMA))
-        assert run.iteration == 4
+        run = setup.prepare(
+            LLAMA, small(FOUR[0], BATCH, f"checkpoint.load={folder}", "train.train_iters=4", recipe=LLAMA)
+        )
+        assert run.iteration == 3
         assert snapshot(run.model, run.optimizer) == joined(straight)
 
 
 def test_stages_load_what_one_process_saved(trained: Any, tmp_path: Path) -> None:
-    whole = setup.prepare(LLAMA, small(FOUR[0], "train.train_iters=2", f"checkpoint.save={tmp_path}", recipe=LLAMA))
+    whole = setup.prepare(
+        LLAMA, small(FOUR[0], BATCH, "train.train_iters=2", f"checkpoint.save={tmp_path}", recipe=LLAMA)
+    )
     loop.train(whole)
     found = trained(*FOUR, *STREAMED, "train.train_iters=2", f"checkpoint.load={tmp_path}")
     assert joined(found) == snapshot(whole.model, whole.optimizer)

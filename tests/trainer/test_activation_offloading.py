@@ -6,7 +6,6 @@ Seen red: options that are read and not carried out; recomputation that leaves t
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,10 @@ import pytest
 from cli_runs import different, offloaded, saved
 from run_fixtures import Cli
 
-from hostward import Activations, recipes
+from hostward import recipes
 from hostward.config.overrides import apply_overrides
 from hostward.config.validate import check
 from hostward.errors import ConfigError
-from hostward.trainer import offload_options
 
 OFFLOADING = ["model.cpu_offloading=True", "model.cpu_offloading_num_layers=2"]
 RECOMPUTING = ["model.recompute_granularity=full", "model.recompute_method=uniform", "model.recompute_num_layers=1"]
@@ -92,12 +90,6 @@ def told_by_ways(train: Cli, folder: Path, ways: Iterable[str], *common: str) ->
         seen[name] = other["activations"]
     assert base["activations"] is None
     return seen
-
-
-@pytest.fixture
-def small_ones_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a layer saves is worth a copy from 1 MiB on, which so few tokens do not reach."""
-    monkeypatch.setattr(offload_options, "Activations", partial(Activations, min_bytes=0))
 
 
 @pytest.mark.usefixtures("small_ones_leave")

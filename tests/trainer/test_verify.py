@@ -28,8 +28,6 @@ from hostward.trainer.verify.cases import PLACEMENTS, SCHEDULES, choose, without
 from hostward.trainer.verify.command import clipped
 
 LEAVING = ["model.cpu_offloading=True", "model.cpu_offloading_num_layers=1"]
-LARGER = ["model.hidden_size=256", "model.seq_length=512"]
-"""Enough for a MiB of what a layer saves: smaller tensors stay."""
 MODULES = [
     "model.fine_grained_activation_offloading=True",
     "model.offload_modules=[core_attn]",
@@ -210,14 +208,16 @@ def test_what_its_own_cases_would_leave_out_is_refused(verify: Cli, words: list[
     assert "verify would not use" in outcome.err
 
 
+@pytest.mark.usefixtures("small_ones_leave")
 def test_activations_are_compared_with_the_optimizers_share(verify: Cli) -> None:
     words = ["optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_offload_fraction=1.0"]
-    outcome = verify(*words, *LEAVING, *LARGER)
+    outcome = verify(*words, *LEAVING)
     assert outcome.code == 0, outcome.out + outcome.err
     assert "saved activations were offloaded" in details_of(outcome)
 
 
-@pytest.mark.parametrize("words", [[*LEAVING, *LARGER], MODULES], ids=["layers", "modules"])
+@pytest.mark.usefixtures("small_ones_leave")
+@pytest.mark.parametrize("words", [LEAVING, MODULES], ids=["layers", "modules"])
 def test_activations_alone_are_compared(verify: Cli, words: list[str]) -> None:
     """Seen red: refused, for no optimizer state is offloaded."""
     outcome = verify(*words)

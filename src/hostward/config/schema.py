@@ -73,13 +73,19 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return alike(name, names, 0.8) or max(begun, key=len, default=None) or alike(name, names)
 
 
+@functools.cache
+def _fields_of(kind: type) -> dict[str, dataclasses.Field[Any]]:
+    """Return the options of a namespace by name: every assignment, also those of a copy, asks for them."""
+    return {field.name: field for field in dataclasses.fields(kind)}
+
+
 class Options:
     """Raise `UnknownNameError` with the nearest name on assignment to an unknown one; base of the namespaces."""
 
     __slots__ = ()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        fields = {field.name: field for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        fields = _fields_of(type(self))  # type: ignore[arg-type]
         if name not in fields:
             closest = nearest(name, fields)
             raise UnknownNameError(
