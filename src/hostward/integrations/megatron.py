@@ -18,13 +18,16 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 from hostward.errors import ConfigError, ModelError, OrderingError, UnknownNameError, needed_for
+from hostward.model.parameter_names import DATA_PARALLEL
 from hostward.optim.adamw import OPTIONS, AdamW
+from hostward.optim.param_groups import HYPERPARAMETERS
 
 if TYPE_CHECKING:
     _Hybrid: Any = torch.optim.Optimizer
@@ -34,7 +37,6 @@ else:
         from megatron.core.optimizer import ChainedOptimizer as _Chain
         from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer as _Hybrid
 
-HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
 FROM_FLAGS: Mapping[str, str] = {
     "lr": "lr",
     "betas": "adam_beta1, adam_beta2",
@@ -159,7 +161,7 @@ def require_names() -> None:
         if found is None:
             raise ConfigError(
                 f"megatron-core {version} has no {where}.{path}",
-                why="hostward's step is told by it what happens to weights and gradients",
+                why="it reports what happens to weights and gradients",
                 fix="use megatron-core 0.16 to 0.19, or report this version",
             )
 
@@ -389,6 +391,8 @@ class _Shard:
     start: int
     stop: int
     """Its elements of the flat `model_param`."""
+    changed_later: bool
+    """`finalize_model_grads` adds to its gradient after the bucket group is reduced."""
 
 
 class Offloading:
@@ -456,7 +460,12 @@ class Offloading:
         asked = self._settings.early_gradients and self.clips and flags.overlap_grad_reduce
         # Its handle adds up whenever it is waited for, in memory that is the current stream's alone.
         late = scaled or getattr(flags, "reduce_scatter_with_fp32_accumulation", False)
-        return bool(asked and self._parts[0].defaults.get("overlap_cpu_optimizer_d2h_h2d") and not late)
+        return bool(asked and self.overlaps and not late)
+
+    @property
+    def overlaps(self) -> bool:
+        """Return whether anything of the step runs beside backward and forward."""
+        return bool(self._parts[0].defaults.get("overlap_cpu_optimizer_d2h_h2d", True))
 
     @property
     def optimizer(self) -> AdamW:
@@ -465,7 +474,7 @@ class Offloading:
             self._made = self._make()
         return self._made
 
-    @property
+    @cached_property
     def steps_weights(self) -> bool:
         """Return whether it steps what is gathered, and not fp32 copies or weights that forward reads at once."""
         config = self.config
@@ -484,7 +493,9 @@ class Offloading:
                     model_param, start, stop = whole[id(tensor)]
                     name = self._names_of[id(model_param)]
                     weight = torch.nn.Parameter(tensor.detach())
-                    shard = _Shard(name, tensor, weight, model_param, part, start, stop)
+                    shard = _Shard(
+                        name, tensor, weight, model_param, part, start, stop, _changed_later(name, model_param)
+                    )
                     self._shards[id(tensor)] = shard
                     self._of_param.setdefault(id(model_param), []).append(shard)
                     named.append((name, weight))
@@ -494,7 +505,7 @@ class Offloading:
         made = AdamW(
             groups,
             offload_fraction=defaults["offload_fraction"],
-            overlap=bool(defaults.get("overlap_cpu_optimizer_d2h_h2d", True)),
+            overlap=self.overlaps,
             pin_gradients=bool(defaults.get("pin_cpu_grads", True)),
             pin_weights=bool(defaults.get("pin_cpu_params", True)),
             use_torch_optimizer=bool(self.config.use_torch_optimizer_for_cpu_offload),
@@ -513,8 +524,8 @@ class Offloading:
         for number, chunk in enumerate(chunks):
             before = f"chunk{number}." if len(chunks) > 1 else ""
             for name, p in chunk.named_parameters():
-                while name.startswith("module."):
-                    name = name.removeprefix("module.")
+                while name.startswith(DATA_PARALLEL):
+                    name = name.removeprefix(DATA_PARALLEL)
                 self._names_of.setdefault(id(p), before + name)
 
     def _gradient_dtype(self) -> torch.dtype | None:
@@ -644,31 +655,13 @@ class Offloading:
         optimizer = self.optimizer
         taken = optimizer.gradients_taken
         for shard in self._of(model_params):
-            if shard.name not in taken and not self._changed_later(shard.model_param):
+            if shard.name not in taken and not shard.changed_later:
                 gradient = shard.model_param.main_grad.view(-1)[shard.start : shard.stop]  # type: ignore[attr-defined]
                 optimizer.take_gradient(shard.name, self._for_step(shard, gradient), borrowed=True)
 
     def _for_step(self, shard: _Shard, gradient: torch.Tensor) -> torch.Tensor:
         """Return a gradient in the dtype in which Megatron hands it to its optimizer."""
         return gradient if self.steps_weights else gradient.to(shard.weight.dtype)
-
-    def _changed_later(self, p: Any) -> bool:
-        """Return whether `finalize_model_grads` adds to this gradient after its bucket group is reduced."""
-        from megatron.core import parallel_state
-
-        if getattr(p, "pipeline_parallel", False) or getattr(p, "flextron_router_pp_sync", False):
-            return True
-        if parallel_state.get_tensor_model_parallel_world_size() > 1:
-            name = self._names_of[id(p)]
-            if getattr(p, "sequence_parallel", False) or getattr(p, "average_gradients_across_tp_domain", False):
-                return True
-            if "q_layernorm" in name or "k_layernorm" in name:
-                return True
-        if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-            name = self._names_of[id(p)]
-            embeds = "position_embeddings" in name or "word_embeddings" in name or "output_layer" in name
-            return embeds or bool(getattr(p, "shared_embedding", False))
-        return False
 
     def _before_clearing(self) -> None:
         """Wait until gradients have been read that are about to be cleared."""
@@ -698,7 +691,7 @@ class Offloading:
         if self._left:
             raise OrderingError(
                 "a step of an optimizer of Megatron whose model chunks have another one by now",
-                why="only the last one that get_megatron_optimizer made for them is told of their gradients",
+                why="only the last one that get_megatron_optimizer made for them gets their gradients",
                 fix="step that one",
             )
         if len(self._parts) > 1 and not self._together:
@@ -730,7 +723,7 @@ class Offloading:
             gradient = shard.tensor.grad if gradient is None else gradient
             if gradient is None:
                 continue
-            if self._parts[0].defaults.get("overlap_cpu_optimizer_d2h_h2d", True):
+            if self.overlaps:
                 optimizer.take_gradient(shard.name, gradient.view(-1), borrowed=True)
             else:
                 shard.weight.grad = gradient.view_as(shard.weight)
@@ -902,3 +895,20 @@ def _whole_of(part: OffloadedHybrid) -> dict[int, tuple[torch.nn.Parameter, int,
             p = copies.get(id(tensor), tensor)
             found[id(tensor)] = p, 0, p.numel()
     return found
+
+
+def _changed_later(name: str, p: Any) -> bool:
+    """Return whether `finalize_model_grads` adds to this gradient after its bucket group is reduced."""
+    from megatron.core import parallel_state
+
+    if getattr(p, "pipeline_parallel", False) or getattr(p, "flextron_router_pp_sync", False):
+        return True
+    if parallel_state.get_tensor_model_parallel_world_size() > 1:
+        if getattr(p, "sequence_parallel", False) or getattr(p, "average_gradients_across_tp_domain", False):
+            return True
+        if "q_layernorm" in name or "k_layernorm" in name:
+            return True
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        embeds = "position_embeddings" in name or "word_embeddings" in name or "output_layer" in name
+        return embeds or bool(getattr(p, "shared_embedding", False))
+    return False

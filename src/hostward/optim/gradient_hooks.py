@@ -95,7 +95,7 @@ class Taker(Protocol):
     def offload_gradient(self, name: str, gradient: torch.Tensor, *, last: bool = True, borrowed: bool = False) -> None:
         """Offload a parameter's gradient, which is contiguous.
 
-        `last`: no further microbatch is known to come. `borrowed`: its memory is somebody else's.
+        `last`: no further microbatch is known to come. `borrowed`: its memory stays the owner's.
         """
 
     def offload_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:

@@ -19,7 +19,7 @@ from hostward.runtime.backend import DTYPES, Backend
 
 NAMES = ("params", "param_names")
 """Keys of a group that say whose it is."""
-_HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
+HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
 _NOT_SUPPORTED: Mapping[str, str] = {
     "amsgrad": "no maximum of the second moment is kept",
     "maximize": "the step minimises",
@@ -45,7 +45,7 @@ def described(optimizer: Any) -> str:
 
 def check_group(group: Mapping[str, Any]) -> None:
     """Raise ConfigError for hyper-parameters of another kind, or outside their range."""
-    missing = [key for key in _HYPERPARAMETERS if key not in group]
+    missing = [key for key in HYPERPARAMETERS if key not in group]
     if missing:
         raise ConfigError(f"a parameter group has no {missing[0]!r}", fix="change values of a group, not the group")
     betas = group["betas"]
@@ -89,7 +89,7 @@ def check_keys(group: Mapping[str, Any], options: Collection[str]) -> None:
     Args:
         options: names of what the optimizer as a whole takes.
     """
-    known = (*_HYPERPARAMETERS, *_NOT_SUPPORTED, "decoupled_weight_decay")
+    known = (*HYPERPARAMETERS, *_NOT_SUPPORTED, "decoupled_weight_decay")
     for key in group:
         if key in NAMES or key in known:
             continue

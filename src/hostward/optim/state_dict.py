@@ -159,19 +159,23 @@ class StateAccess:
                 views["master"].copy_(piece.to(torch.float32))
             _refresh_host_weight(state, index, piece)
 
+    def _keys(self, name: str) -> list[str]:
+        masters = ["master"] if self._tracked[name].parameter.dtype is not torch.float32 else []
+        return ["step", *_ROLES, *masters]
+
     def merged(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state of a parameter with some of it replaced.
 
         Raises:
             CheckpointError: a key that the state does not have, or a value of another shape or dtype.
         """
-        entry = self.read(name)
-        unknown = sorted(values.keys() - entry.keys())
+        keys = self._keys(name)
+        unknown = sorted(values.keys() - set(keys))
         if unknown:
             raise CheckpointError(
-                f"the state of {name!r} has no {unknown[0]!r}", fix=f"give some of: {', '.join(entry)}"
+                f"the state of {name!r} has no {unknown[0]!r}", fix=f"give some of: {', '.join(keys)}"
             )
-        merged = {**entry, **values}
+        merged = dict(values) if len(values) == len(keys) else {**self.read(name), **values}
         self._check_entry(name, merged)
         return merged
 
@@ -181,7 +185,7 @@ class StateAccess:
             if is_away(tracked.parameter):
                 raise waits(name)
             entry = saved.get(name)
-            wanted = ["step", *_ROLES, *(["master"] if tracked.parameter.dtype is not torch.float32 else [])]
+            wanted = self._keys(name)
             if entry is None or any(role not in entry for role in wanted):
                 raise _lacks([role for role in wanted if role not in (entry or ())], name)
             self._check_entry(name, entry)

@@ -297,7 +297,7 @@ class StepExecutor:
         Args:
             gradient: of the parameter `name`, contiguous.
             last: no further microbatch is known to come.
-            borrowed: its memory is somebody else's.
+            borrowed: its memory stays the owner's.
 
         Raises:
             ModelError: gradients of one bucket differ in dtype.

@@ -31,8 +31,8 @@ class Buffer:
 
     `data` is a contiguous tensor that `point_to` sets, and `address` its address at that time: asking the tensor again
     would cost a work more than all else it does. `resized`: the storage is freed and allocated again, so the tensor has
-    to be asked. `pinned`: the host pages are pinned, or would be on a machine with a GPU. `borrowed`: the memory is
-    somebody else's, who goes on using it.
+    to be asked. `pinned`: the host pages are pinned, or would be on a machine with a GPU. `borrowed`: the owner of
+    the memory goes on using it.
     """
 
     __slots__ = ("address", "borrowed", "data", "owner", "pinned", "resized", "tier")
