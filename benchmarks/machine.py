@@ -17,7 +17,7 @@ from hostward.kernels.cpu.affinity import read_cpu_facts
 from hostward.kernels.cpu.library import load
 from hostward.machine.facts import cpu_model
 
-PACKAGES = ("hostward", "torch", "triton", "numpy", "transformers", "safetensors")
+PACKAGES = ("hostward", "torch", "triton", "numpy", "transformers", "safetensors", "megatron-core")
 
 
 def describe() -> dict[str, Any]:

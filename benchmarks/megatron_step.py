@@ -1,29 +1,33 @@
 """Time Megatron-Core's training step with its device optimizer, its hybrid optimizer and hostward, in one process.
 
     python benchmarks/megatron_step.py --tokens 8192 32768 --json benchmarks/results/DATE-megatron.json
+    torchrun --nproc-per-node 2 benchmarks/megatron_step.py ...          # data parallel
 
-A dense model of Megatron's local layers, bf16, one GPU, attention recomputed, gradients added up in fp32, Megatron's
-distributed optimizer with both overlaps, clipping at 1. `device`: nothing offloaded. `hybrid`: Megatron's
-HybridDeviceOptimizer at 100 % on torch's AdamW for CPUs, `hybrid-overlap` with overlap_cpu_optimizer_d2h_h2d.
-`hostward-25`, `-50`, `-100`: the same flags after `hostward.integrations.megatron.use()`. Each contender is made anew
-for each turn, and turns go through them in both orders. Seconds of a step are from its begin to the next one's, on the
-device's clock; bytes are the peak that torch's allocator gave out, and the growth of this process's resident memory.
+Megatron's local layers with torch's fused attention, bf16, gradients added up in fp32, Megatron's distributed optimizer
+with both overlaps, clipping at 1. `device`: nothing offloaded, torch's fused AdamW. `hybrid`: Megatron's
+HybridDeviceOptimizer at 100 % on torch's fused AdamW for CPUs, `hybrid-overlap` with overlap_cpu_optimizer_d2h_h2d.
+`hostward-25`, `-50`, `-100`: the same flags after `hostward.integrations.megatron.use()`. Each turn of a contender is a
+process of its own, and turns go through them in both orders. Seconds of a step are from its begin to the next one's, on
+the device's clock; bytes are the peak that torch's allocator gave out on the first device, and the growth of the
+resident memory of all ranks.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import json
+import multiprocessing
 import os
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "cases"))
 
@@ -34,9 +38,30 @@ CONTENDERS = ("device", "hybrid", "hybrid-overlap", "hostward-25", "hostward-50"
 SHAPES = {
     "1.7b": {"num_layers": 28, "hidden_size": 2048, "ffn_hidden_size": 6144, "num_attention_heads": 16},
     "0.2b": {"num_layers": 12, "hidden_size": 1024, "ffn_hidden_size": 3072, "num_attention_heads": 16},
+    "moe": {
+        "num_layers": 12,
+        "hidden_size": 1024,
+        "ffn_hidden_size": 2816,
+        "num_attention_heads": 16,
+        "num_moe_experts": 16,
+        "moe_router_topk": 2,
+        "moe_token_dispatcher_type": "alltoall",
+    },
 }
 SKIPPED = 3
 """First steps of a contender."""
+
+
+class Attention(torch.nn.Module):
+    """Causal attention that keeps no scores, as that of Transformer Engine, which need not be installed."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def forward(self, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> torch.Tensor:
+        """Return (sequence, rows, heads * size) of three times (sequence, rows, heads, size)."""
+        heads = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+        return F.scaled_dot_product_attention(*heads, is_causal=True).permute(2, 0, 1, 3).flatten(2)
 
 
 def resident_bytes() -> int:
@@ -59,17 +84,41 @@ def built(name: str, shape: str, seq: int) -> Any:
             "use_precision_aware_optimizer": True,
             "overlap_cpu_optimizer_d2h_h2d": name != "hybrid",
         }
-    model = {**SHAPES[shape], "recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    model = {**SHAPES[shape], "use_cpu_initialization": False, "perform_initialization": False}
     (integration.use if kind == "hostward" else integration.stop_using)()
-    data = cases.Data(vocabulary=32_000, sequence=seq, rows=1)
-    return cases.build("single", overlap=True, bucket_size=40_000_000, model=model, data=data, **flags)
+    run = cases.build(
+        cases.Layout(dist.get_world_size()),
+        overlap=True,
+        bucket_size=40_000_000,
+        model=model,
+        data=cases.Data(vocabulary=32_000, sequence=seq, rows=1),
+        attention=Attention,
+        **flags,
+    )
+    if kind == "device":
+        for part in cases.inner_optimizers(run):
+            for group in part.param_groups:
+                group["fused"], group["foreach"] = True, False
+    return run
 
 
-def measured(name: str, arguments: argparse.Namespace, tokens: int) -> dict[str, Any]:
-    """Return seconds of each step, losses, and bytes of one contender."""
+def measured(name: str, arguments: argparse.Namespace, tokens: int, port: int) -> dict[str, Any]:
+    """Return seconds of each step, losses, and bytes of one contender, in a new process."""
     import megatron_cases as cases
 
-    torch.cuda.reset_peak_memory_stats()
+    rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    dist.barrier()  # what NCCL needs of memory is not counted
+    with cases.without_transformer_engine():
+        told = _measured(name, arguments, tokens)
+    dist.destroy_process_group()
+    return told
+
+
+def _measured(name: str, arguments: argparse.Namespace, tokens: int) -> dict[str, Any]:
+    import megatron_cases as cases
+
     before = resident_bytes()
     run = built(name, arguments.model, arguments.seq)
     marks = []
@@ -79,59 +128,70 @@ def measured(name: str, arguments: argparse.Namespace, tokens: int) -> dict[str,
         event.record()
         marks.append(event)
 
-    told = cases.train(run, SKIPPED + arguments.steps + 1, microbatches=tokens // arguments.seq, before_step=mark)
+    microbatches = tokens // arguments.seq // dist.get_world_size()
+    told = cases.train(run, SKIPPED + arguments.steps + 1, microbatches=microbatches, before_step=mark)
     torch.cuda.synchronize()
     seconds = [a.elapsed_time(b) * 1e-3 for a, b in itertools.pairwise(marks[SKIPPED:])]
+    host = torch.tensor(resident_bytes() - before, device="cuda")
+    dist.all_reduce(host)
     weights = sum(p.numel() for chunk in run.chunks for p in chunk.parameters())
     return {
         "seconds": seconds,
         "losses": told.losses,
         "parameters": weights,
         "peak_device_bytes": torch.cuda.max_memory_allocated(),
-        "host_bytes": resident_bytes() - before,
+        "host_bytes": int(host),
     }
+
+
+def summary(tokens: int, found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Return what one number of tokens showed, and print a line for each contender."""
+    medians = {n: statistics.median(s for run in runs for s in run["seconds"]) for n, runs in found.items() if runs}
+    ratios = {name: median / medians["device"] for name, median in medians.items() if "device" in medians}
+    for name, median in medians.items():
+        last = found[name][-1]
+        gib = last["peak_device_bytes"] / 2**30, last["host_bytes"] / last["parameters"]
+        print(
+            f"{tokens} tokens, {name}: {median:.4f} s ({ratios.get(name, 0):.3f}), {gib[0]:.1f} GiB of the device, "
+            f"{gib[1]:.1f} host bytes a parameter, loss {last['losses'][-1]:.4f}",
+            flush=True,
+        )
+    return {"tokens": tokens, "median_s": medians, "ratio_to_device": ratios, "runs": found}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="1.7b", choices=list(SHAPES))
-    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768], help="of a step")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768], help="of a step, of all ranks")
     parser.add_argument("--seq", type=int, default=4096, help="tokens of a sequence, one in each microbatch")
     parser.add_argument("--steps", type=int, default=6, help="of each contender and turn that count")
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument(
-        "--contenders", nargs="+", default=list(CONTENDERS), choices=CONTENDERS, help="device is needed"
-    )
+    parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    import megatron_cases as cases
+    spawn = multiprocessing.get_context("spawn")  # importing Megatron-Core starts CUDA, which forks do not survive
+    ports = itertools.count(int(os.environ.get("MASTER_PORT", "29400")) + 1)
 
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    result: dict[str, Any] = {"benchmark": "megatron", "machine": describe(), "cases": []}
-    with cases.without_transformer_engine():
-        for tokens in arguments.tokens:
-            found: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.contenders}
-            for turn in range(arguments.turns):
-                for name in arguments.contenders if turn % 2 == 0 else reversed(arguments.contenders):
-                    found[name].append(measured(name, arguments, tokens))
-                    gc.collect()
-                    torch.cuda.empty_cache()
-            medians = {n: statistics.median(s for run in runs for s in run["seconds"]) for n, runs in found.items()}
-            ratios = {name: median / medians["device"] for name, median in medians.items()}
-            case = {"tokens": tokens, "median_s": medians, "ratio_to_device": ratios, "runs": found}
-            result["cases"].append(case)
-            for name, median in medians.items():
-                last = found[name][-1]
-                gib = last["peak_device_bytes"] / 2**30, last["host_bytes"] / last["parameters"]
-                loss = last["losses"][-1]
-                print(
-                    f"{tokens} tokens, {name}: {median:.4f} s ({ratios[name]:.3f}), "
-                    f"{gib[0]:.1f} GiB of the device, {gib[1]:.1f} host bytes a parameter, loss {loss:.4f}",
-                    flush=True,
-                )
-            if arguments.json is not None:  # also when a later length ends the run
-                arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    dist.destroy_process_group()
+    def alone(what: Callable[..., Any], *of: Any) -> Any:
+        with spawn.Pool(1) as pool:
+            return pool.apply(what, of)
+
+    result: dict[str, Any] = {
+        "benchmark": "megatron",
+        "machine": alone(describe),
+        "model": arguments.model,
+        "cases": [],
+    }
+    for tokens in arguments.tokens:
+        found: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.contenders}
+        result["cases"].append({})
+        for turn in range(arguments.turns):
+            for name in arguments.contenders if turn % 2 == 0 else reversed(arguments.contenders):
+                found[name].append(alone(measured, name, arguments, tokens, next(ports)))
+                if os.environ.get("RANK", "0") == "0":
+                    result["cases"][-1] = summary(tokens, found)
+                    if arguments.json is not None:  # so that a later one that fails leaves this
+                        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -249,13 +249,16 @@ def build(
     `before_optimizer` gets the model chunks before `get_megatron_optimizer` does.
     """
     layout = LAYOUTS[layout] if isinstance(layout, str) else layout
-    of_model = {name: how.pop(name) for name in ("model", "ddp", "bucket_size", "seed", "data") if name in how}
+    of_model = {name: how.pop(name) for name in OF_MODEL if name in how}
     shared = {name: how.get(name, default) for name, default in SHARED.items()}
     chunks = make_chunks(layout, **of_model, **shared)
     before_optimizer(chunks)
     config, optimizer = make_optimizer(chunks, **how)
     return Run(layout, chunks, config, optimizer, of_model.get("data", Data()))
 
+
+OF_MODEL = ("model", "ddp", "bucket_size", "seed", "data", "attention")
+"""Options that are the model's alone."""
 
 SHARED = {"precision": "bf16", "distributed": True, "overlap": False}
 """Options that are both the model's and the optimizer's, with what they are if they are not said."""
@@ -272,9 +275,11 @@ def make_chunks(
     model: dict[str, Any] | None = None,
     ddp: dict[str, Any] | None = None,
     data: Data = Data(),
+    attention: type[torch.nn.Module] | None = None,
 ) -> list[DistributedDataParallel]:
     """This rank's model chunks. `bucket_size` counts elements, and Megatron minds it with `overlap` only; `model` and
-    `ddp` set further fields of TransformerConfig and of DistributedDataParallelConfig.
+    `ddp` set further fields of TransformerConfig and of DistributedDataParallelConfig; `attention` takes the place of
+    Megatron's, which keeps all scores.
     """
     _initialise(layout)
     dtype, size = DTYPES[precision], layout.expert
@@ -319,6 +324,8 @@ def make_chunks(
         }
     )
     spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization=config.normalization)
+    if attention is not None:
+        spec.submodules.self_attention.submodules.core_attention = attention
     wrapped = DistributedDataParallelConfig(
         **{
             "grad_reduce_in_fp32": precision != "fp32",
@@ -360,8 +367,8 @@ def fill(chunks: list[Any], seed: int) -> None:
     for part in nested_values(states):
         if not isinstance(part, ShardedTensor) or part.data.ndim < 2:
             continue  # norms are ones
-        of = torch.Generator().manual_seed(seed + zlib.crc32(part.key.encode()))
-        whole = torch.randn(part.global_shape, generator=of)
+        of = torch.Generator(part.data.device).manual_seed(seed + zlib.crc32(part.key.encode()))
+        whole = torch.randn(part.global_shape, generator=of, device=part.data.device)
         sizes = (1,) * part.prepend_axis_num + tuple(part.local_shape)
         mine = tuple(slice(start, start + size) for start, size in zip(part.global_offset, sizes, strict=True))
         part.data.copy_(0.02 * whole[mine].reshape(part.data.shape))
