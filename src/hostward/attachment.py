@@ -261,7 +261,8 @@ def _require_optimizer_of(model: torch.nn.Module, optimizer: AdamW) -> None:
         )
     mine = {id(p) for p in model.parameters()}
     stepped = [p for group in optimizer.param_groups for p in group["params"]]
-    if mine and not any(id(p) in mine for p in stepped):
+    # With an owner of buffers, parameters are parts of those buffers, and no parameters of the model.
+    if mine and optimizer.waits == "hooks" and not any(id(p) in mine for p in stepped):
         raise ConfigError(
             f"attach() with an optimizer of another model: none of its {len(stepped)} parameters belongs to this one",
             why="the optimizer's copy streams are shared so that its copies and these do not compete; a copied or "

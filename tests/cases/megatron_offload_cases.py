@@ -7,8 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import megatron_cases as cases
+import pytest
 import torch
 
+import hostward
 import hostward.integrations.megatron as integration
 from hostward.errors import HostwardError
 from hostward.optim.step_executor import StepExecutor
@@ -23,6 +25,7 @@ LATE: Mapping[str, frozenset[Lane]] = {
     "all": frozenset(lane for lane in Lane if lane is not Lane.COMPUTE),
 }
 PRECISE = {"use_precision_aware_optimizer": True, "overlap_cpu_optimizer_d2h_h2d": True}
+OVERLAPPED = {**PRECISE, "overlap": True}
 
 
 def built(
@@ -173,22 +176,29 @@ def crossed(layout: str, folder: str, own_saves: bool, form: str, how: Mapping[s
     return [stays, told_by(run, cases.train(run, 2, first=2))]
 
 
-def attached(layout: str, how: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """The bits without and with offloaded activations of each chunk's first layers, and the bytes that left."""
-    import hostward
-
+def attached(layout: str, model: Mapping[str, Any]) -> list[tuple[str, int, list[str]]]:
+    """The bits without and with offloaded activations, the bytes that left, and the layers that flags name."""
     found = []
     for offloaded in (False, True):
-        run = built(layout, 1.0, **how)
-        attachments = []
-        if offloaded:
-            activations = hostward.Activations(num_layers=1, min_bytes=0)
-            attachments = [
-                hostward.attach(chunk, layers=list(chunk.module.decoder.layers), activations=activations)
-                for chunk in run.chunks
-            ]
-        told = told_by(run, cases.train(run, 3))
-        found.append((told["digest"], sum("so far 0 bytes" not in str(each) for each in attachments)))
-        for each in attachments:
-            each.detach()
+        run = built(layout, 1.0, **OVERLAPPED, model=model)
+        if not offloaded:
+            found.append((told_by(run, cases.train(run, 2))["digest"], 0, []))
+            continue
+        with integration.attach(run.chunks, run.optimizer) as by_flags:
+            named = [name.rpartition("decoder.")[2] for name in by_flags.layers]
+        few = hostward.Activations(num_layers=1, min_bytes=0)
+        with integration.attach(run.chunks, run.optimizer, activations=few) as attachment:
+            told = told_by(run, cases.train(run, 2))
+            found.append((told["digest"], attachment.report().offloaded_bytes, named))
     return found
+
+
+def attach_is_refused(activations: int | None = None, **flags: Any) -> str:
+    """What is raised if activations are to be offloaded with these flags of the model."""
+    run = built("single", 1.0, **OVERLAPPED)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in flags.items():
+            patch.setattr(run.chunks[0].config, name, value)
+        with pytest.raises(HostwardError) as raised:
+            integration.attach(run.chunks, run.optimizer, activations=activations)
+    return str(raised.value)

@@ -218,10 +218,27 @@ def test_reductions_that_are_made_by_whoever_waits_are_left_to_megatron(ranks: R
     assert ranks.run(2, "megatron_edge_cases.takes_early", **summed) == [False, False]
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("layout", ["single", "pp2"])
-def test_activations_of_its_layers_are_offloaded(ranks: Ranks, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "layers", "named"),
+    [
+        ("single", 4, ["layers.0", "layers.1", "layers.2"]),
+        ("pp2", 4, ["layers.0"]),  # of two layers
+        ("pp2-interleaved", 4, ["layers.0"]),  # of two chunks with one layer each
+        ("pp2", 2, []),  # of one layer
+    ],
+)
+def test_activations_of_its_layers_are_offloaded(ranks: Ranks, layout: str, layers: int, named: list[str]) -> None:
     """With several microbatches in flight between pipeline stages, too."""
-    for without, offloaded in ranks.run(WORLDS[layout], f"{CASES}.attached", layout=layout, how=OVERLAPPED):
+    model = {"num_layers": layers, "cpu_offloading_num_layers": 3}
+    for without, offloaded in ranks.run(WORLDS[layout], f"{CASES}.attached", layout=layout, model=model):
         assert offloaded[0] == without[0]
-        assert (without[1], offloaded[1]) == (0, 1)
+        assert offloaded[2] == named
+        assert bool(offloaded[1]) == bool(named)
+
+
+def test_what_megatron_offloads_itself_is_refused(ranks: Ranks) -> None:
+    refused = f"{CASES}.attach_is_refused"
+    assert "cpu_offloading=False" in ranks.run(1, refused, cpu_offloading=True, cpu_offloading_num_layers=1)[0]
+    assert "cpu_offloading_weights=True" in ranks.run(1, refused, cpu_offloading_weights=True)[0]
+    assert "no number of layers" in ranks.run(1, refused)[0]
+    assert "4" in ranks.run(1, refused, activations=4)[0]

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from hostward.errors import ConfigError, ModelError, OrderingError, UnknownNameError, needed_for
+from hostward.integrations.megatron_activations import attach as attach
 from hostward.model.parameter_names import DATA_PARALLEL
 from hostward.optim.adamw import OPTIONS, AdamW
 from hostward.optim.param_groups import HYPERPARAMETERS

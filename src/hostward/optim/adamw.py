@@ -883,6 +883,11 @@ class AdamW(torch.optim.Optimizer):
     # -------------------- Control
 
     @property
+    def waits(self) -> str:
+        """Return who waits for new weights: "hooks" of the module, or ("manual") the owner of their buffers."""
+        return "hooks" if self._by_hooks else "manual"
+
+    @property
     def backend(self) -> Backend:
         """Return the backend that carries out the steps; its `ledger` counts bytes by tier and owner."""
         if self._backend is None:
