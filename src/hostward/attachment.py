@@ -449,6 +449,7 @@ class Attachment:
         self._transfers = ActivationTransfers(backend, self._arena, turns=turns)
         self._layer_calls: LayerCalls | None = None
         self._wrapped: list[_Checkpointing] = []
+        self._also_undone: list[Callable[[], None]] = []
         if on:
             self._layer_calls = layer_calls = LayerCalls(
                 model, layers, self._sorter, self._transfers, offloaded=offloaded, window=window, ahead=ahead,
@@ -483,6 +484,25 @@ class Attachment:
         """
         if self._weights is not None:
             self._weights.expect(run, backward=backward)
+
+    def call(self, layer: int, function: Callable[..., Any], *inputs: Any) -> Any:
+        """Call `function`, a checkpoint that begins outside of a layer, as a call of that layer. Returns its result.
+
+        Those of the inputs that it saves are offloaded. `layer`: its number among those that are attached, from 0.
+        """
+        if self._layer_calls is None:
+            return function(*inputs)
+        output = None
+        self._layer_calls.pre_forward(layer, (inputs, {}))
+        try:
+            output = function(*inputs)
+        finally:
+            self._layer_calls.post_forward(layer, output)
+        return output
+
+    def undo_with(self, undo: Callable[[], None]) -> None:
+        """Have `detach` call `undo`, too."""
+        self._also_undone.append(undo)
 
     def weights_here(self) -> AbstractContextManager[None]:
         """Return a context in which all offloaded weights stay on the device, to be read and written.
@@ -526,8 +546,8 @@ class Attachment:
         returns it later. CUDA graphs that were captured before must not be replayed afterwards, because the host memory
         that they copy to has been freed.
         """
-        for wrapped in self._wrapped:
-            wrapped.undo()
+        for undo in (*(wrapped.undo for wrapped in self._wrapped), *self._also_undone):
+            undo()
         if self._layer_calls is not None:
             self._layer_calls.close()
         if self._regions is not None:

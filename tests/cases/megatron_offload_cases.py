@@ -176,20 +176,24 @@ def crossed(layout: str, folder: str, own_saves: bool, form: str, how: Mapping[s
     return [stays, told_by(run, cases.train(run, 2, first=2))]
 
 
-def attached(layout: str, model: Mapping[str, Any]) -> list[tuple[str, int, list[str]]]:
-    """The bits without and with offloaded activations, the bytes that left, and the layers that flags name."""
+def attached(layout: str, model: Mapping[str, Any], **how: Any) -> list[tuple[str, int, int, list[str]]]:
+    """Of runs without and with offloaded activations: the bits, the bytes that left and those of them that were freed.
+
+    Also the layers that flags name. `how`: options of `hostward.Activations`.
+    """
     found = []
     for offloaded in (False, True):
         run = built(layout, 1.0, **OVERLAPPED, model=model)
         if not offloaded:
-            found.append((told_by(run, cases.train(run, 2))["digest"], 0, []))
+            found.append((told_by(run, cases.train(run, 2))["digest"], 0, 0, []))
             continue
         with integration.attach(run.chunks, run.optimizer) as by_flags:
             named = [name.rpartition("decoder.")[2] for name in by_flags.layers]
-        few = hostward.Activations(num_layers=1, min_bytes=0)
-        with integration.attach(run.chunks, run.optimizer, activations=few) as attachment:
+        asked = hostward.Activations(min_bytes=0, **how)
+        with integration.attach(run.chunks, run.optimizer, activations=asked) as attachment:
             told = told_by(run, cases.train(run, 2))
-            found.append((told["digest"], attachment.report().offloaded_bytes, named))
+            report = attachment.report()
+            found.append((told["digest"], report.offloaded_bytes, report.freed_bytes, named))
     return found
 
 

@@ -230,10 +230,29 @@ def test_reductions_that_are_made_by_whoever_waits_are_left_to_megatron(ranks: R
 def test_activations_of_its_layers_are_offloaded(ranks: Ranks, layout: str, layers: int, named: list[str]) -> None:
     """With several microbatches in flight between pipeline stages, too."""
     model = {"num_layers": layers, "cpu_offloading_num_layers": 3}
+    for without, offloaded in ranks.run(WORLDS[layout], f"{CASES}.attached", layout=layout, model=model, num_layers=1):
+        assert offloaded[0] == without[0]
+        assert offloaded[3] == named
+        assert bool(offloaded[1]) == bool(named)
+
+
+@pytest.mark.parametrize(
+    ("layout", "how", "inputs"),
+    [
+        ("single", {"recompute_method": "uniform", "recompute_num_layers": 1}, 3),
+        ("pp2", {"recompute_method": "uniform", "recompute_num_layers": 2, "num_layers": 8}, 1),
+        ("tp2", {"recompute_method": "block", "recompute_num_layers": 4, "distribute_saved_activations": True}, 3),
+    ],
+)
+def test_inputs_of_layers_that_are_recomputed_are_offloaded(
+    ranks: Ranks, layout: str, how: dict[str, Any], inputs: int
+) -> None:
+    model = {"recompute_granularity": "full", "cpu_offloading_num_layers": 1, **how}
+    nbytes = 32 * 2 * 64 * 2 // (1 + ("distribute_saved_activations" in how))
     for without, offloaded in ranks.run(WORLDS[layout], f"{CASES}.attached", layout=layout, model=model):
         assert offloaded[0] == without[0]
-        assert offloaded[2] == named
-        assert bool(offloaded[1]) == bool(named)
+        assert offloaded[1] == inputs * nbytes * 4 * 2  # microbatches and steps
+        assert offloaded[2] >= (inputs - 1) * nbytes * 4 * 2  # the model has the first one until its forward ends
 
 
 def test_what_megatron_offloads_itself_is_refused(ranks: Ranks) -> None:

@@ -6,15 +6,23 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from hostward.attachment import Activations, Attachment, attach as attach_layers
-from hostward.errors import ConfigError
+from hostward.config.arguments import require_fewer
+from hostward.errors import ConfigError, needed_for
+from hostward.model.layer_hooks import PostForwardHook, PreForwardHook
 from hostward.runtime.backend_choice import backend_for
+
+with needed_for("hostward.integrations.megatron", "megatron"):
+    from megatron.core import tensor_parallel
 
 log = logging.getLogger("hostward")
 
@@ -33,7 +41,9 @@ def attach(
         run.detach()
 
     Layers are counted over all chunks of a rank, in the order of the chunks, and the last one stays. A rank with fewer
-    layers than the count offloads all but its last: of one layer, or of none, it offloads nothing.
+    layers than the count offloads all but its last: of one layer, or of none, it offloads nothing. With
+    `recompute_granularity="full"` what is offloaded are the inputs of the layers that are recomputed; several layers
+    that are recomputed together are offloaded if the first of them is counted.
 
     Args:
         model_chunks: what `get_megatron_optimizer` is given, wrapped or not.
@@ -52,18 +62,113 @@ def attach(
     chunks = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
     config: Any = chunks[0].config
     how = _asked(config, activations)
-    layers = [layer for chunk in chunks for block in blocks_of(chunk) for layer in block.layers]
+    runs = [_Runs.of(block) for chunk in chunks for block in blocks_of(chunk)]
+    counts = [count for each in runs for count in each.counts]
+    layers = [layer for each in runs for layer in each.layers]
     root = chunks[0] if len(chunks) == 1 else torch.nn.ModuleList(chunks)
     stepped = getattr(getattr(optimizer, "offloading", None), "optimizer", None)
-    if config.pipeline_model_parallel_size > 1:
-        most = len(layers) - 1
-        if most < 1:
-            log.info("activations of %d layers: nothing is offloaded on this rank", len(layers))
-            device = next((p.device for p in root.parameters()), torch.device("cpu"))
-            backend = backend_for(device, None) if stepped is None else stepped.backend
-            return Attachment(root, backend, [("", layer) for layer in layers], None, turns=False)
-        how = dataclasses.replace(how, num_layers=min(most, how.num_layers or most))
-    return attach_layers(root, stepped, activations=how, layers=layers)
+    most = len(layers) - 1
+    if config.pipeline_model_parallel_size == 1:
+        require_fewer(how.num_layers, sum(counts))
+        if most < 1 < sum(counts):
+            raise ConfigError(
+                f"activations of {sum(counts)} layers that are all recomputed together",
+                why="their backward begins as soon as their forward ends",
+                fix=f"recompute_num_layers below {sum(counts)}",
+            )
+    elif most < 1:
+        log.info("activations of %d layers that run at once: nothing is offloaded on this rank", sum(counts))
+        device = next((p.device for p in root.parameters()), torch.device("cpu"))
+        backend = backend_for(device, None) if stepped is None else stepped.backend
+        return Attachment(root, backend, [("", layer) for layer in layers], None, turns=False)
+    if how.num_layers is not None:
+        begun = sum(first < how.num_layers for first in itertools.accumulate(counts[:-1], initial=0))
+        how = dataclasses.replace(how, num_layers=max(1, min(most, begun)))
+    attached = attach_layers(root, stepped, activations=how, layers=layers)
+    before = 0
+    for each in runs:
+        if each.recomputed:
+            attached.undo_with(_Checkpoints(attached, each.block, before, each.recomputed).undo)
+        before += len(each.layers)
+    return attached
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """Says how a block runs its layers: one by one, or several within one checkpoint, which saves their input alone."""
+
+    block: Any
+    layers: list[torch.nn.Module]
+    """The first layer of each run."""
+    counts: list[int]
+    """How many layers each run has."""
+    recomputed: int
+    """So many runs, from the first on, are recomputed as a whole."""
+
+    @classmethod
+    def of(cls, block: Any) -> _Runs:
+        """Read it from the flags. Raises ConfigError for checkpoints whose inputs are out of reach."""
+        config, layers = block.config, list(block.layers)
+        whole = config.recompute_granularity == "full"
+        if whole and (config.fp8 or getattr(config, "fp4", None)):
+            raise ConfigError(
+                "activations of layers that are recomputed as a whole, with fp8 or fp4",
+                why="Transformer Engine's checkpoints keep their inputs out of reach",
+                fix='recompute_granularity="selective", or leave attach() out',
+            )
+        size = config.recompute_num_layers if whole and config.recompute_method == "uniform" else 1
+        firsts = range(0, len(layers), size)
+        counts = [min(size, len(layers) - first) for first in firsts]
+        recomputed = 0
+        if whole:
+            recomputed = len(firsts) if config.recompute_method == "uniform" else config.recompute_num_layers
+        return cls(block, [layers[first] for first in firsts], counts, min(recomputed, len(firsts)))
+
+
+class _Checkpoints:
+    """Makes the checkpoints of a block calls of its layers, so that their inputs are offloaded.
+
+    Megatron calls `tensor_parallel.checkpoint`, which saves inputs after the layers have run, and outside of them.
+    """
+
+    def __init__(self, attached: Attachment, block: torch.nn.Module, first: int, count: int) -> None:
+        """`first`: the number of the block's first run among all that are attached; `count`: of its checkpoints."""
+        self._attached, self._first, self._count = attached, first, count
+        self._next, self._inside = 0, False
+        self._plain = tensor_parallel.checkpoint
+        self._handles = [
+            block.register_forward_pre_hook(PreForwardHook(self), with_kwargs=True),
+            block.register_forward_hook(PostForwardHook(self), always_call=True),
+        ]
+
+    def pre_forward(self, _: Any, __: object) -> None:
+        """Follow the checkpoints of the block, which is about to run."""
+        self._next = 0
+        if tensor_parallel.checkpoint is not self:
+            self._plain = tensor_parallel.checkpoint
+        tensor_parallel.checkpoint = self
+
+    def post_forward(self, _: Any, __: object) -> None:
+        """Leave Megatron its function; the block has run."""
+        tensor_parallel.checkpoint = self._plain
+
+    def mark(self, module: torch.nn.Module, about: Any) -> None:
+        """Do nothing."""
+
+    def __call__(self, function: Callable[..., Any], distributed: bool, *inputs: Any) -> Any:
+        """Checkpoint the block's next layers, or, inside of one, a part of it."""
+        if self._inside or self._next >= self._count:
+            return self._plain(function, distributed, *inputs)
+        number, self._next, self._inside = self._first + self._next, self._next + 1, True
+        try:
+            return self._attached.call(number, partial(self._plain, function, distributed), *inputs)
+        finally:
+            self._inside = False
+
+    def undo(self) -> None:
+        """Leave the block as it was."""
+        for handle in self._handles:
+            handle.remove()
 
 
 def blocks_of(chunk: torch.nn.Module) -> list[Any]:
