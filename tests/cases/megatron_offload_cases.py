@@ -206,3 +206,13 @@ def attach_is_refused(activations: int | None = None, **flags: Any) -> str:
         with pytest.raises(HostwardError) as raised:
             integration.attach(run.chunks, run.optimizer, activations=activations)
     return str(raised.value)
+
+
+def weights_are_refused() -> str:
+    """What is raised if weights of its layers are to be offloaded."""
+    (chunk,) = built("single", 1.0, **OVERLAPPED).chunks
+    with pytest.raises(HostwardError) as raised:
+        hostward.attach(
+            chunk, weights=hostward.Weights(num_layers=1, min_elements=0), layers=chunk.module.decoder.layers
+        )
+    return str(raised.value)

@@ -30,7 +30,7 @@ from weight_cases import (
 )
 
 import hostward
-from hostward.errors import ModelError
+from hostward.errors import ConfigError, ModelError
 from hostward.runtime.simulated.backend import Order, SimulatedBackend
 from hostward.schedule.ops import Lane
 
@@ -197,6 +197,19 @@ def test_a_module_that_two_layers_have_stays() -> None:
         report = attached.report().weights
         assert report is not None
         assert report.kept_bytes == {"it shares its memory with another one": 2 * 3 * 64 * 96 * 2}
+
+
+def test_parts_of_one_buffer_are_refused() -> None:
+    """As with Megatron's distributed optimizer, whose buffer all weights are views of."""
+    model = frozen()
+    weights = list(model.parameters())
+    buffer = torch.cat([weight.detach().reshape(-1) for weight in weights])
+    for weight, part in zip(weights, buffer.split([weight.numel() for weight in weights]), strict=True):
+        weight.data = part.view(weight.shape)
+    with pytest.raises(
+        ConfigError, match=r"(?s)part of a larger buffer.*leave weights= out, and offload optimizer state"
+    ):
+        hostward.attach(model, weights=hostward.Weights(num_layers=1, min_elements=0))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

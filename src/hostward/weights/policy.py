@@ -29,6 +29,7 @@ class Stays(StrEnum):
 
     SMALL = "it is small"
     SHARED = "it shares its memory with another one"
+    PART = "it is a part of a larger buffer, as with Megatron's data parallelism: buffers are freed as a whole"
     LAYOUT = "it does not fill its memory, in order"
     DTYPE = "its dtype is none of bf16, fp16, fp32"
     TRAINED = "it is trained, and the host does not step it"
@@ -101,7 +102,10 @@ def choose(
         raise _trained(*blocking[0])
     if not leaving_bytes:
         reasons = ", ".join(f"{why.value} ({nbytes:,} bytes)" for why, nbytes in kept.items())
-        raise ConfigError("no weight can be offloaded", why=reasons or "the layers have none", fix="leave weights= out")
+        fix = "leave weights= out"
+        if Stays.PART in kept:
+            fix += ", and offload optimizer state and activations"
+        raise ConfigError("no weight can be offloaded", why=reasons or "the layers have none", fix=fix)
     for name, parameter in model.named_parameters():
         if is_away(parameter) and parameter not in leaving:
             raise ConfigError(
@@ -266,7 +270,7 @@ def why_stays(
         return Stays.DTYPE
     storage = local.untyped_storage()
     if sharing[storage._cdata] > 1:
-        return Stays.SHARED
+        return Stays.PART if local.is_contiguous() and storage.nbytes() > local.nbytes else Stays.SHARED
     if gathers is not None:
         return None if gathers.fills(parameter) else Stays.LAYOUT
     filled = is_away(parameter) or storage.nbytes() == parameter.nbytes
