@@ -6,10 +6,14 @@ import gc
 import weakref
 from typing import Any
 
+import megatron.core.optimizer.muon as muon
 import megatron.core.optimizer.optimizer_config as optimizer_config
 import megatron_cases as cases
 import pytest
 import torch
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+from megatron.core.optimizer.muon import get_megatron_muon_optimizer
 
 import hostward.integrations.megatron as adapter
 from hostward.runtime.backend import Lane
@@ -100,8 +104,8 @@ def norms_of_an_optimizer_made_anew() -> tuple[list[Any], list[float | None], st
     return norms, alone, message, offloading() is None
 
 
-def refusals() -> list[str]:
-    """What is raised for what Megatron does with norms and gradients, and a step that has one norm cannot."""
+def refusals() -> dict[str, str]:
+    """What is raised, by what it has to name: of flags, and by functions that programs imported before `use`."""
     use()
     run = build("single")
 
@@ -113,11 +117,28 @@ def refusals() -> list[str]:
                 adapter.require_supported(run.config, run.chunks)
         return str(raised.value)
 
-    return [
-        refusal(grad_norm_skip_threshold=1.0),
-        refusal(of=next(run.chunks[0].parameters()), grad_norm_group="mtp"),
-        refusal(of=run.chunks[0].config, gtp_weight_remat_size=2),
-    ]
+    def of_other_optimizers(make: Any) -> str:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(muon, "HAVE_EMERGING_OPTIMIZERS", True, raising=False)
+            patch.setattr(run.config, "use_distributed_optimizer", False)  # they have no such one
+            patch.setattr(run.config, "optimizer", "muon")
+            with pytest.raises(adapter.ConfigError) as raised:
+                make()
+        return str(raised.value)
+
+    ddp, own = run.chunks[0].ddp_config, run.chunks[0].config
+    return {
+        "grad_norm_skip_threshold": refusal(grad_norm_skip_threshold=1.0),
+        "grad_norm_group": refusal(of=next(run.chunks[0].parameters()), grad_norm_group="mtp"),
+        "gtp_weight_remat_size": refusal(of=own, gtp_weight_remat_size=2),
+        "fp4_param_gather": refusal(of=ddp, fp4_param_gather=True),
+        "fp8_param": refusal(of=own, fp8_param=True),
+        "Megatron-FSDP": refusal(of=ddp, use_megatron_fsdp=True),
+        "optimizer='muon'": refusal(optimizer="muon"),
+        "Muon": of_other_optimizers(lambda: get_megatron_muon_optimizer(run.config, run.chunks)),
+        "layer-wise": of_other_optimizers(lambda: LayerWiseDistributedOptimizer([], run.config)),
+        "leave optimizer_cpu_offload out": of_other_optimizers(lambda: get_megatron_optimizer(run.config, run.chunks)),
+    }
 
 
 def step_after_weights_were_moved() -> str:

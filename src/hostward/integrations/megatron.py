@@ -18,7 +18,8 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, wraps
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -61,6 +62,14 @@ REPLACED = (
 """Names that `use` replaces."""
 COPIED = ("megatron.core.optimizer.distrib_optimizer", "HybridDeviceOptimizer")
 """A name that is replaced while an optimizer is made: by it Megatron knows its own, those made before `use` as well."""
+_OTHERS = "Muon, another emerging optimizer, or a layer-wise one"
+REFUSED = {
+    ("megatron.core.optimizer", "_get_megatron_emerging_optimizer"): _OTHERS,  # of newer versions
+    ("megatron.core.optimizer.muon", "_get_param_groups"): _OTHERS,  # of 0.16
+    ("megatron.core.optimizer.layer_wise_optimizer", "LayerWiseDistributedOptimizer.__init__"): _OTHERS,
+    ("megatron.core.models.mimo.optimizer", "get_mimo_optimizer"): "a MimoModel",
+}
+"""What makes optimizers that are not one AdamW over all weights, in the versions that have it, and for what."""
 CALLED = (
     ("megatron.core.distributed.param_and_grad_buffer", "_ParamAndGradBucketGroup.start_param_sync"),
     ("megatron.core.distributed.param_and_grad_buffer", "_ParamAndGradBucketGroup.start_grad_sync"),
@@ -122,8 +131,9 @@ def use(*, clip: str = "hostward", early_gradients: bool = True, **options: Any)
             raise UnknownNameError(f"use() has no option {name!r}", fix=f"one of {', '.join(known)}")
     require_names()
     _SETTINGS.options, _SETTINGS.clip, _SETTINGS.early_gradients = options, clip, early_gradients
-    for where, name in REPLACED:
-        _SETTINGS.originals.setdefault((where, name), getattr(importlib.import_module(where), name))
+    for where, path in (*REPLACED, *REFUSED):
+        if (found := _found(where, path)) is not None:
+            _SETTINGS.originals.setdefault((where, path), found)
     make, theirs = _SETTINGS.originals[REPLACED[-1]], importlib.import_module(COPIED[0])
 
     def made(*args: Any, **kwargs: Any) -> Any:
@@ -143,23 +153,55 @@ def use(*, clip: str = "hostward", early_gradients: bool = True, **options: Any)
         return part
 
     for (where, name), value in zip(REPLACED, (OffloadedHybrid, OffloadedChain, made), strict=True):
-        setattr(importlib.import_module(where), name, value)
+        _put(where, name, value)
+    for (where, path), what in REFUSED.items():
+        if (where, path) in _SETTINGS.originals:
+            _put(where, path, _refusing(_SETTINGS.originals[where, path], what))
 
 
 def stop_using() -> None:
     """Let `get_megatron_optimizer` make Megatron's own optimizers again; those that were made stay as they are."""
-    for (where, name), value in _SETTINGS.originals.items():
-        setattr(importlib.import_module(where), name, value)
+    for (where, path), value in _SETTINGS.originals.items():
+        _put(where, path, value)
+
+
+def _found(where: str, path: str) -> Any:
+    """Return what a module of Megatron has by a dotted name; None: nothing, or there is no such module."""
+    if find_spec(where) is None:
+        return None
+    found: Any = importlib.import_module(where)
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+def _put(where: str, path: str, value: Any) -> None:
+    owner, _, name = path.rpartition(".")
+    setattr(_found(where, owner) if owner else importlib.import_module(where), name, value)
+
+
+def _refusing(make: Callable[..., Any], what: str) -> Callable[..., Any]:
+    """Return a function that calls `make` unless the configuration that it gets asks for offloading."""
+
+    @wraps(make)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        config = inspect.signature(make).bind(*args, **kwargs).arguments["config"]
+        if config.optimizer_cpu_offload:
+            raise ConfigError(
+                f"optimizer_cpu_offload with {what}",
+                why="hostward's step is one AdamW over all weights, with one norm",
+                fix='optimizer="adam" for a model with one optimizer, or leave optimizer_cpu_offload out',
+            )
+        return make(*args, **kwargs)
+
+    return called
 
 
 def require_names() -> None:
     """Raise ConfigError unless Megatron has all names that `use` needs."""
     version = getattr(importlib.import_module("megatron.core"), "__version__", "of an unknown version")
     for where, path in (*REPLACED, COPIED, *CALLED):
-        found: Any = importlib.import_module(where)
-        for name in path.split("."):
-            found = getattr(found, name, None)
-        if found is None:
+        if _found(where, path) is None:
             raise ConfigError(
                 f"megatron-core {version} has no {where}.{path}",
                 why="it reports what happens to weights and gradients",
@@ -180,8 +222,8 @@ def require_supported(config: Any, chunks: Sequence[Any]) -> None:
         refuse(f"optimizer={config.optimizer!r}", "it is AdamW", 'optimizer="adam", or leave optimizer_cpu_offload out')
     if getattr(ddp, "use_megatron_fsdp", False):
         refuse("Megatron-FSDP", "it moves weights and gradients itself", "PyTorch's fully_shard, or data_parallel")
-    for flag in ("fp8_param_gather", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"):
-        if getattr(ddp, flag, False) or getattr(config, flag, False):
+    for flag in ("fp8_param_gather", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag", "fp8_param", "fp4_param"):
+        if any(getattr(each, flag, False) for each in (ddp, config, chunks[0].config)):
             refuse(flag, "the step writes fp32, bf16 and fp16 weights", f"leave {flag} out")
     if getattr(config, "fp8_recipe", None) and getattr(config, "fp8", None):
         refuse("fp8", "the step writes fp32, bf16 and fp16 weights", "leave fp8 out")
