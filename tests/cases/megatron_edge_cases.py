@@ -11,6 +11,7 @@ import megatron.core.optimizer.optimizer_config as optimizer_config
 import megatron_cases as cases
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.muon import get_megatron_muon_optimizer
@@ -164,6 +165,28 @@ def told_of_a_gradient_that_is_not_finite(clip: str) -> list[bool]:
             next(run.chunks[0].parameters()).main_grad.view(-1)[0] = float("nan")  # type: ignore[attr-defined]
 
     return cases.train(run, 3, microbatches=2, before_step=spoil).updated
+
+
+def beside_a_frozen_stage() -> list[tuple[list[float | None], str]]:
+    """Norms and the bits of weights where the first stage of two is frozen: Megatron's own, and at two fractions."""
+    wrap = cases.DistributedDataParallel
+
+    def frozen(config: Any, flags: Any, network: torch.nn.Module, **how: Any) -> Any:
+        return wrap(config, flags, network.requires_grad_(dist.get_rank() > 0), **how)
+
+    use()
+    found = []
+    for flags in (
+        {"offload_fraction": None, "use_precision_aware_optimizer": False},
+        {"offload_fraction": 0.0},
+        {"offload_fraction": 1.0},
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cases, "DistributedDataParallel", frozen)
+            run = build("pp2", overlap=True, **flags)
+        norms = cases.train(run, 2, microbatches=2).grad_norms
+        found.append((norms, cases.digest(run.chunks)))
+    return found
 
 
 def takes_early(**ddp: Any) -> bool:

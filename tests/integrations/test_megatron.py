@@ -199,6 +199,14 @@ def test_what_other_optimizers_and_newer_versions_do_is_refused(ranks: Ranks) ->
     assert [name for name, raised in found.items() if name not in raised] == []
 
 
+def test_a_rank_with_nothing_to_step_shares_norms(ranks: Ranks) -> None:
+    found = ranks.run(2, "megatron_edge_cases.beside_a_frozen_stage")
+    assert [norms for norms, _ in found[0]] == [norms for norms, _ in found[1]]
+    for (theirs, _), none, whole in found:
+        assert whole == none
+        np.testing.assert_allclose(none[0], theirs, rtol=1e-5)
+
+
 def test_weights_that_were_moved_are_noticed(ranks: Ranks) -> None:
     assert "has been moved" in ranks.run(1, "megatron_edge_cases.step_after_weights_were_moved")[0]
 

@@ -466,7 +466,11 @@ class Offloading:
         self._together = False
         self._scale: dict[int, Any] = {}
         """Factors by which Megatron scales gradients that were taken already, by model chunk."""
-        self._reduced = _Streams(next(self.chunks[0].parameters()).device)
+        held = (p.device for chunk in self.chunks for p in chunk.parameters())
+        self._device = next(held, torch.device("cpu"))
+        self._nothing: torch.nn.Parameter | None = None
+        """What a rank steps that has nothing to step."""
+        self._reduced = _Streams(self._device)
         self._replaced: list[tuple[Any, str, Any]] = []
         """Methods of chunks and of their bucket groups: of which object, their names, and what was set there before."""
         self._left = False
@@ -544,6 +548,9 @@ class Offloading:
                     named.append((name, weight))
                 if named:
                     groups.append({"params": named, **{key: group[key] for key in HYPERPARAMETERS}})
+        if not groups:  # of frozen layers, or of a shard that is padding: norms and clipping are with the other ranks
+            self._nothing = torch.nn.Parameter(torch.zeros(1, device=self._device))
+            groups.append({"params": [("nothing", self._nothing)], "weight_decay": 0.0})
         stages, uncounted = self._counting()
         made = AdamW(
             groups,
@@ -756,8 +763,10 @@ class Offloading:
                 fix="leave out offload_to_cpu() and restore_from_cpu(), and raise optimizer_offload_fraction",
             )
         theirs = [group for part in self._parts for group in part.param_groups if group["params"]]
-        for mine, group in zip(optimizer.param_groups, theirs, strict=True):
+        for mine, group in zip(optimizer.param_groups, theirs, strict=self._nothing is None):
             mine.update({key: group[key] for key in HYPERPARAMETERS})
+        if self._nothing is not None:
+            self._nothing.grad = torch.zeros_like(self._nothing)
         taken = optimizer.gradients_taken
         for shard in self._shards.values():
             if shard.name in taken:
