@@ -109,6 +109,47 @@ def resumed(
     return found
 
 
+def saved(layout: str, folder: str, form: str, how: Mapping[str, Any]) -> State:
+    """The state of two steps that were made with half of it offloaded, and saved."""
+    run = built(layout, 0.5, **how)
+    cases.train(run, 2)
+    cases.save(run, folder, form)
+    return state_of(run)
+
+
+def loaded(layout: str, folder: str, how: Mapping[str, Any]) -> State:
+    """The state of a run of other weights, with all state offloaded, that has loaded this, and trains on."""
+    run = built(layout, 1.0, seed=2, **how)
+    cases.load(run, folder)
+    found = state_of(run)
+    cases.train(run, 1, first=2)
+    return found
+
+
+State = tuple[dict[tuple[int, int, str, str], int], tuple[int, int, str]]
+
+
+def state_of(run: cases.Run) -> State:
+    """For each weight of this rank's stage, sums of the bits of its state, by element; those of all shards add up.
+
+    Also the bits of the stage's weights.
+    """
+    stage = (
+        cases.parallel_state.get_tensor_model_parallel_rank(),
+        cases.parallel_state.get_pipeline_model_parallel_rank(),
+    )
+    names, found = {weight: name for name, weight in cases.named_weights(run.chunks)}, {}
+    for part in run.optimizer.chained_optimizers:
+        for weight in part.model_param_group_index_map:
+            buffer, dtype, bucket = part.model_param_gbuf_map[weight]
+            mine = part.gbuf_ranges[buffer][dtype][bucket]["param_map"][weight]["param"]
+            for key, value in part._get_main_param_and_optimizer_states(weight).items():
+                if key != "step":
+                    bits = value.detach().view(-1).view(torch.int32).long()
+                    found[*stage, names[weight], key] = int((bits * torch.arange(mine.start + 1, mine.end + 1)).sum())
+    return found, (*stage, cases.digest(run.chunks))
+
+
 def weights_are_reloaded(layout: str, how: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Weights that are set between two steps, and told of by `reload_model_params`."""
     found = []

@@ -5,6 +5,7 @@ Seen red: every wait and fence left out (each has its case here); experts counte
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from megatron_ranks import Ranks, is_installed
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason="megatron-core is not installed")
 
-WORLDS = {"single": 1, "dp2": 2, "tp2": 2, "pp2": 2, "pp2-interleaved": 2, "ep2": 2, "dp2-ep2": 4}
+LAYOUTS = {"single": 1, "dp2": 2, "tp2": 2, "pp2": 2, "pp2-interleaved": 2, "ep2": 2, "dp2-ep2": 4}
+WORLDS = {**LAYOUTS, "dp2-tp2": 4, "dp2-pp2": 4}
 PRECISE = {"use_precision_aware_optimizer": True, "overlap_cpu_optimizer_d2h_h2d": True}
 OVERLAPPED = {**PRECISE, "overlap": True}
 CASES = "megatron_offload_cases"
@@ -39,7 +41,7 @@ def assert_near(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
         np.testing.assert_allclose(ours["losses"], theirs["losses"], rtol=1e-4)
 
 
-@pytest.mark.parametrize("layout", WORLDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_bits_are_equal_at_every_fraction_and_near_to_megatrons(ranks: Ranks, layout: str) -> None:
     ways = [
         {"fraction": 0.0},
@@ -124,6 +126,31 @@ def test_checkpoints_load_at_another_fraction(
     options = {"saved": 0.5, "ways": [1.0, 0.0], "form": form, "how": how}
     for whole, *again in ranks.run(2, f"{CASES}.resumed", layout=layout, folder=str(tmp_path), **options):
         assert [bits(each) for each in again] == [bits(whole)] * 2
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "form", "how"),
+    [
+        ("dp2", "single", "dp_reshardable", OVERLAPPED),
+        ("single", "dp2", "fully_reshardable", {}),
+        ("tp2", "dp2-tp2", "dp_reshardable", PRECISE),
+        ("dp2-pp2", "pp2", "fully_reshardable", PRECISE),
+        ("dp2", "single", "dp_zero_gather_scatter", PRECISE),
+    ],
+)
+def test_checkpoints_load_with_another_number_of_replicas(
+    ranks: Ranks, tmp_path: Path, before: str, after: str, form: str, how: dict[str, Any]
+) -> None:
+    options = {"folder": str(tmp_path), "how": how}
+    saved = ranks.run(WORLDS[before], f"{CASES}.saved", layout=before, form=form, **options)
+    loaded = ranks.run(WORLDS[after], f"{CASES}.loaded", layout=after, **options)
+    sums = [Counter[Any](), Counter[Any]()]
+    for of_ranks, told in zip(sums, (saved, loaded), strict=True):
+        for of_state, _ in told:
+            for key, bits in of_state.items():
+                of_ranks[key] += bits
+    assert {k: v % 2**64 for k, v in sums[1].items()} == {k: v % 2**64 for k, v in sums[0].items()}
+    assert {weights for _, weights in loaded} == {weights for _, weights in saved}
 
 
 @pytest.mark.parametrize("own_saves", [True, False])
