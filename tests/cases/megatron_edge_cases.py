@@ -134,6 +134,7 @@ def refusals() -> dict[str, str]:
         "gtp_weight_remat_size": refusal(of=own, gtp_weight_remat_size=2),
         "fp4_param_gather": refusal(of=ddp, fp4_param_gather=True),
         "fp8_param": refusal(of=own, fp8_param=True),
+        "optimizer_cuda_graph": refusal(optimizer_cuda_graph=True),
         "Megatron-FSDP": refusal(of=ddp, use_megatron_fsdp=True),
         "optimizer='muon'": refusal(optimizer="muon"),
         "Muon": of_other_optimizers(lambda: get_megatron_muon_optimizer(run.config, run.chunks)),

@@ -227,6 +227,8 @@ def require_supported(config: Any, chunks: Sequence[Any]) -> None:
             refuse(flag, "the step writes fp32, bf16 and fp16 weights", f"leave {flag} out")
     if getattr(config, "fp8_recipe", None) and getattr(config, "fp8", None):
         refuse("fp8", "the step writes fp32, bf16 and fp16 weights", "leave fp8 out")
+    if getattr(config, "optimizer_cuda_graph", False):
+        refuse("optimizer_cuda_graph", "the CPU's part of the step is not in a graph", "leave optimizer_cuda_graph out")
     if getattr(ddp, "num_distributed_optimizer_instances", 1) > 1:
         refuse("num_distributed_optimizer_instances > 1", "each instance has the same shards", "one instance")
     kept = {"exp_avg_dtype": torch.float32, "exp_avg_sq_dtype": torch.float32, "main_params_dtype": torch.float32}
