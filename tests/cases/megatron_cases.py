@@ -244,8 +244,9 @@ class Run:
 def build(
     layout: Layout | str, *, before_optimizer: Callable[[list[Any]], Any] = lambda chunks: None, **how: Any
 ) -> Run:
-    """A model of four layers in `layout` and its optimizer; `how`: options of `make_chunks` and `make_optimizer`.
+    """A model in `layout` and its optimizer; `how`: options of `make_chunks` and `make_optimizer`.
 
+    Each chunk has one layer, but for models of two layers in one chunk.
     `before_optimizer` gets the model chunks before `get_megatron_optimizer` does.
     """
     layout = LAYOUTS[layout] if isinstance(layout, str) else layout
@@ -293,7 +294,7 @@ def make_chunks(
     }
     config = TransformerConfig(
         **{
-            "num_layers": 4,
+            "num_layers": max(2, layout.pipeline * layout.chunks),
             "hidden_size": 64,
             "ffn_hidden_size": 128,
             "num_attention_heads": 4,

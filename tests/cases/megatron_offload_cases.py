@@ -23,6 +23,7 @@ LATE: Mapping[str, frozenset[Lane]] = {
     "host": frozenset({Lane.HOST}),
     "update": frozenset({Lane.UPDATE}),
     "all": frozenset(lane for lane in Lane if lane is not Lane.COMPUTE),
+    "none": frozenset(),
 }
 PRECISE = {"use_precision_aware_optimizer": True, "overlap_cpu_optimizer_d2h_h2d": True}
 OVERLAPPED = {**PRECISE, "overlap": True}
@@ -32,7 +33,7 @@ def built(
     layout: str, fraction: float | None, *, late: str = "all", use: Mapping[str, Any] | None = None, **how: Any
 ) -> cases.Run:
     """The model and optimizer of a layout: hostward's at a fraction, Megatron's own on the device for None."""
-    backend = SimulatedBackend(order=Order(late=LATE[late]), threads=1)
+    backend = SimulatedBackend(order=Order(late=LATE[late], eager=late == "none"), threads=1)
     integration.use(backend=backend, **(use or {}))
     try:
         return cases.build(layout, offload_fraction=fraction, **how)
@@ -58,7 +59,7 @@ def trained(
     layout: str,
     ways: Sequence[Mapping[str, Any]],
     *,
-    steps: int = 4,
+    steps: int = 3,
     microbatches: int = 2,
     without: Sequence[str] = (),
     **how: Any,
@@ -99,20 +100,20 @@ def resumed(
 ) -> list[dict[str, Any]]:
     """A run that saves after two of four steps and goes on, and then one that loads this, for each way."""
     run = built(layout, saved, **how)
-    cases.train(run, 2)
+    cases.train(run, 2, microbatches=2)
     cases.save(run, folder, form)
-    found = [told_by(run, cases.train(run, 2, first=2))]
+    found = [told_by(run, cases.train(run, 2, first=2, microbatches=2))]
     for fraction in ways:
         run = built(layout, fraction, **how, seed=2)
         cases.load(run, folder)
-        found.append(told_by(run, cases.train(run, 2, first=2)))
+        found.append(told_by(run, cases.train(run, 2, first=2, microbatches=2)))
     return found
 
 
 def saved(layout: str, folder: str, form: str, how: Mapping[str, Any]) -> State:
     """The state of two steps that were made with half of it offloaded, and saved."""
     run = built(layout, 0.5, **how)
-    cases.train(run, 2)
+    cases.train(run, 2, microbatches=2)
     cases.save(run, folder, form)
     return state_of(run)
 
@@ -122,7 +123,7 @@ def loaded(layout: str, folder: str, how: Mapping[str, Any]) -> State:
     run = built(layout, 1.0, seed=2, **how)
     cases.load(run, folder)
     found = state_of(run)
-    cases.train(run, 1, first=2)
+    cases.train(run, 1, first=2, microbatches=2)
     return found
 
 
@@ -155,12 +156,12 @@ def weights_are_reloaded(layout: str, how: Mapping[str, Any]) -> list[dict[str, 
     found = []
     for fraction, told_of in ((0.0, megatron_reloads), (1.0, megatron_reloads), (1.0, bridge_reloads)):
         run = built(layout, fraction, **how)
-        cases.train(run, 2)
+        cases.train(run, 2, microbatches=2)
         with torch.no_grad():
             for _, weight in cases.named_weights(run.chunks):
                 weight.mul_(0.5)
         told_of(run)
-        found.append(told_by(run, cases.train(run, 1, first=2)))
+        found.append(told_by(run, cases.train(run, 1, first=2, microbatches=2)))
     return found
 
 
@@ -228,12 +229,12 @@ def crossed(layout: str, folder: str, own_saves: bool, form: str, how: Mapping[s
         return cases.build(layout, offload_fraction=0.5, **how) if own else built(layout, 0.5, **how)
 
     run = made(own_saves)
-    cases.train(run, 2)
+    cases.train(run, 2, microbatches=2)
     cases.save(run, folder, form)
-    stays = told_by(run, cases.train(run, 2, first=2))
+    stays = told_by(run, cases.train(run, 2, first=2, microbatches=2))
     run = made(not own_saves)
     cases.load(run, folder)
-    return [stays, told_by(run, cases.train(run, 2, first=2))]
+    return [stays, told_by(run, cases.train(run, 2, first=2, microbatches=2))]
 
 
 def attached(layout: str, model: Mapping[str, Any], **how: Any) -> list[tuple[str, int, int, list[str]]]:

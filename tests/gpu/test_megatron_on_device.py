@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(not is_installed(), reason="megatron-core is not installed"),
 ]
 
-SIZES = {"hidden_size": 1024, "ffn_hidden_size": 4096, "num_attention_heads": 8}
+SIZES = {"num_layers": 4, "hidden_size": 1024, "ffn_hidden_size": 4096, "num_attention_heads": 8}
 """25 million weights, so that copies and steps take longer than it takes to issue them."""
 PRECISE = {"use_precision_aware_optimizer": True, "overlap_cpu_optimizer_d2h_h2d": True}
 

@@ -1,6 +1,7 @@
 """Megatron-Core's flags and loop, hostward's step: the same bits at every fraction, layout by layout, in late orders.
 
-Seen red: every wait and fence left out (each has its case here); experts counted twice in the norm.
+Seen red: every wait and fence left out (each has its case here); experts, or replicas of tensor parallelism, counted
+twice in the norm; gradients that sequence parallelism adds up after their reduction, taken before.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ LAYOUTS = {"single": 1, "dp2": 2, "tp2": 2, "pp2": 2, "pp2-interleaved": 2, "ep2
 WORLDS = {**LAYOUTS, "dp2-tp2": 4, "dp2-pp2": 4}
 PRECISE = {"use_precision_aware_optimizer": True, "overlap_cpu_optimizer_d2h_h2d": True}
 OVERLAPPED = {**PRECISE, "overlap": True}
+DIVIDED = {"distribute_saved_activations": True}
 CASES = "megatron_offload_cases"
 
 
@@ -36,6 +38,7 @@ def bits(told: dict[str, Any]) -> dict[str, Any]:
 
 
 def assert_near(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    np.testing.assert_allclose(ours["grad_norms"][:1], theirs["grad_norms"][:1], rtol=1e-6)  # of equal gradients
     np.testing.assert_allclose(ours["grad_norms"], theirs["grad_norms"], rtol=2e-3)
     if ours["losses"][0] is not None:
         np.testing.assert_allclose(ours["losses"], theirs["losses"], rtol=1e-4)
@@ -54,7 +57,7 @@ def test_bits_are_equal_at_every_fraction_and_near_to_megatrons(ranks: Ranks, la
         assert none["placed"] == 0.0
         for each in some:
             assert bits(each) == bits(none)
-            assert each["placed"] > 0.3
+            assert each["placed"] > 0.1
             assert each["one optimizer"]
         assert_near(none, theirs)
 
@@ -68,22 +71,24 @@ def test_bits_are_equal_at_every_fraction_and_near_to_megatrons(ranks: Ranks, la
         {"precision": "fp16", "initial_loss_scale": 2.0**40},
         {"distributed": False},
         {"precision": "fp32", "distributed": False},
+        {"layout": "ep2", "distributed": False},
         {**OVERLAPPED, "use": {"clip": "megatron"}},
         {**OVERLAPPED, "clip_grad": 0.0},
         {**OVERLAPPED, "log_num_zeros_in_grad": True},
         {**OVERLAPPED, "model": {"calculate_per_token_loss": True}},
         {**OVERLAPPED, "ddp": {"grad_reduce_in_fp32": False}},
+        {**OVERLAPPED, "layout": "tp2", "model": {"sequence_parallel": True}, "late": "none"},
     ],
     ids=[
         "waits at the step", "main weights, no flag", "main weights, overlapped", "fp16, skipped steps",
-        "Float16Optimizer", "FP32Optimizer", "Megatron clips", "no clipping", "zeros are counted", "loss per token",
-        "bf16 gradients",
+        "Float16Optimizer", "FP32Optimizer", "experts, Float16Optimizer", "Megatron clips",
+        "no clipping", "zeros are counted", "loss per token", "bf16 gradients", "sequence parallel",
     ],
 )  # fmt: skip
 def test_each_way_of_megatron(ranks: Ranks, how: dict[str, Any]) -> None:
     own = {"fraction": None, "use_precision_aware_optimizer": False, "use": {}}
     ways = [{"fraction": 0.0}, {"fraction": 1.0, "use": {**how.get("use", {}), "streamed_fraction": 0.5}}, own]
-    for none, whole, theirs in ranks.run(2, f"{CASES}.trained", layout="dp2", ways=ways, **how):
+    for none, whole, theirs in ranks.run(2, f"{CASES}.trained", **{"layout": "dp2", "ways": ways, **how}):
         assert bits(whole) == bits(none)
         if "fp16" in how.values():
             assert not all(none["updated"])
@@ -104,28 +109,27 @@ def test_one_late_lane_changes_no_bit(ranks: Ranks, late: str) -> None:
 def test_without_a_wait_the_bits_differ(ranks: Ranks, wait: str, streamed: float) -> None:
     """Norm and clipping are Megatron's: reading hostward's norm would wait for much of the step."""
     way = {"fraction": 1.0, "use": {"streamed_fraction": streamed, "clip": "megatron"}}
-    ((whole,),) = ranks.run(1, f"{CASES}.trained", layout="single", ways=[way], **OVERLAPPED)
-    ((broken,),) = ranks.run(1, f"{CASES}.trained", layout="single", ways=[way], without=[wait], **OVERLAPPED)
+    options = {"layout": "single", "ways": [way], "steps": 4, **OVERLAPPED}
+    ((whole,),) = ranks.run(1, f"{CASES}.trained", **options)
+    ((broken,),) = ranks.run(1, f"{CASES}.trained", without=[wait], **options)
     assert broken["digest"] != whole["digest"]
 
 
 @pytest.mark.parametrize(
-    ("layout", "form", "how"),
+    ("layout", "form", "how", "ways"),
     [
-        ("dp2", "dp_reshardable", OVERLAPPED),
-        ("dp2", "fully_reshardable", PRECISE),
-        ("tp2", "fully_reshardable", PRECISE),
-        ("ep2", "dp_reshardable", PRECISE),
-        ("dp2", "fully_reshardable", {}),
-        ("dp2", "dp_reshardable", {"distributed": False}),
+        ("dp2", "dp_reshardable", OVERLAPPED, [1.0, 0.0]),
+        ("ep2", "dp_reshardable", PRECISE, [1.0]),
+        ("dp2", "fully_reshardable", {}, [1.0]),
+        ("dp2", "dp_reshardable", {"distributed": False}, [1.0]),
     ],
 )
 def test_checkpoints_load_at_another_fraction(
-    ranks: Ranks, tmp_path: Path, layout: str, form: str, how: dict[str, Any]
+    ranks: Ranks, tmp_path: Path, layout: str, form: str, how: dict[str, Any], ways: list[float]
 ) -> None:
-    options = {"saved": 0.5, "ways": [1.0, 0.0], "form": form, "how": how}
+    options = {"saved": 0.5, "ways": ways, "form": form, "how": how}
     for whole, *again in ranks.run(2, f"{CASES}.resumed", layout=layout, folder=str(tmp_path), **options):
-        assert [bits(each) for each in again] == [bits(whole)] * 2
+        assert [bits(each) for each in again] == [bits(whole)] * len(ways)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +257,7 @@ def test_reductions_that_are_made_by_whoever_waits_are_left_to_megatron(ranks: R
 @pytest.mark.parametrize(
     ("layout", "layers", "named"),
     [
-        ("single", 4, ["layers.0", "layers.1", "layers.2"]),
+        ("single", 3, ["layers.0", "layers.1"]),
         ("pp2", 4, ["layers.0"]),  # of two layers
         ("pp2-interleaved", 4, ["layers.0"]),  # of two chunks with one layer each
         ("pp2", 2, []),  # of one layer
@@ -261,7 +265,7 @@ def test_reductions_that_are_made_by_whoever_waits_are_left_to_megatron(ranks: R
 )
 def test_activations_of_its_layers_are_offloaded(ranks: Ranks, layout: str, layers: int, named: list[str]) -> None:
     """With several microbatches in flight between pipeline stages, too."""
-    model = {"num_layers": layers, "cpu_offloading_num_layers": 3}
+    model = {"num_layers": layers, "cpu_offloading_num_layers": 2}
     for without, offloaded in ranks.run(WORLDS[layout], f"{CASES}.attached", layout=layout, model=model, num_layers=1):
         assert offloaded[0] == without[0]
         assert offloaded[3] == named
@@ -271,16 +275,16 @@ def test_activations_of_its_layers_are_offloaded(ranks: Ranks, layout: str, laye
 @pytest.mark.parametrize(
     ("layout", "how", "inputs"),
     [
-        ("single", {"recompute_method": "uniform", "recompute_num_layers": 1}, 3),
-        ("pp2", {"recompute_method": "uniform", "recompute_num_layers": 2, "num_layers": 8}, 1),
-        ("tp2", {"recompute_method": "block", "recompute_num_layers": 4, "distribute_saved_activations": True}, 3),
+        ("single", {"recompute_method": "uniform", "recompute_num_layers": 2, "num_layers": 4}, 1),
+        ("pp2", {"recompute_method": "uniform", "recompute_num_layers": 1, "num_layers": 4}, 1),
+        ("tp2", {"recompute_method": "block", "recompute_num_layers": 2, "num_layers": 3, **DIVIDED}, 2),
     ],
 )
 def test_inputs_of_layers_that_are_recomputed_are_offloaded(
     ranks: Ranks, layout: str, how: dict[str, Any], inputs: int
 ) -> None:
     model = {"recompute_granularity": "full", "cpu_offloading_num_layers": 1, **how}
-    nbytes = 32 * 2 * 64 * 2 // (1 + ("distribute_saved_activations" in how))
+    nbytes = 32 * 2 * 64 * 2 // (2 if DIVIDED.items() <= how.items() else 1)
     for without, offloaded in ranks.run(WORLDS[layout], f"{CASES}.attached", layout=layout, model=model):
         assert offloaded[0] == without[0]
         assert offloaded[1] == inputs * nbytes * 4 * 2  # microbatches and steps
@@ -292,5 +296,5 @@ def test_what_megatron_offloads_itself_is_refused(ranks: Ranks) -> None:
     assert "cpu_offloading=False" in ranks.run(1, refused, cpu_offloading=True, cpu_offloading_num_layers=1)[0]
     assert "cpu_offloading_weights=True" in ranks.run(1, refused, cpu_offloading_weights=True)[0]
     assert "no number of layers" in ranks.run(1, refused)[0]
-    assert "less than 4" in ranks.run(1, refused, activations=4)[0]
+    assert "less than 2" in ranks.run(1, refused, activations=2)[0]
     assert "part of a larger buffer" in ranks.run(1, f"{CASES}.weights_are_refused")[0]
