@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -166,10 +165,11 @@ def stop_using() -> None:
 
 
 def _found(where: str, path: str) -> Any:
-    """Return what a module of Megatron has by a dotted name; None: nothing, or there is no such module."""
-    if find_spec(where) is None:
+    """Return what a module of Megatron has by a dotted name; None: nothing, or this version has no such module."""
+    try:
+        found: Any = importlib.import_module(where)
+    except ImportError:
         return None
-    found: Any = importlib.import_module(where)
     for name in path.split("."):
         found = getattr(found, name, None)
     return found
