@@ -282,9 +282,9 @@ def offloaded_share(candidate: Candidate, of: Frontier) -> float:
 
 def test_decision_a_large_moe_model_offloads_its_optimizer() -> None:
     of = answered("qwen-30b-a3b", "h200", 1, 120).frontier
-    found = asked(Budgets(default_budgets(profile("h200"), 1).device_bytes, 1000 * GIB), of)
+    found = of.best_at_last(Budgets(default_budgets(profile("h200"), 1).device_bytes, 1000 * GIB))
+    assert found is not None
     assert offloaded_share(found, of) > 0.8
-    assert found.choice.offloaded_weights == frozenset()
 
 
 def test_decision_where_activations_dominate_they_go() -> None:

@@ -45,6 +45,10 @@ class Facts:
         """Bucket sizes in elements, with the padding that aligns ranges."""
         self.curves: dict[tuple[str, Way], Curve] = {}
         """Made for layers that come without."""
+        self.fullest_at: dict[tuple[int, int], list[tuple[int, float]]] = {}
+        """The fullest moments of a curve, by its first moment's object and the number of moments: layers of a kind
+        share their curves.
+        """
 
 
 class Gradients:

@@ -154,14 +154,14 @@ def _changes(question: Question, frontier: Frontier, required: Required) -> list
         found.append("--no-pin")
     if question.forced != Forced():
         free = Frontier(question.workload, frontier.costs.speeds, required, Forced())
-        if free.best_at_last(question.budgets) is not None:
+        if free.fits(question.budgets):
             found.append(
                 "the planner's own choice: no --place, --keep, --weights, and no options that force offloading"
             )
     if question.workload.ranks > 1 and not question.workload.resharded:
         tried = replace(question.workload, resharded=True)
         again = Frontier(tried, frontier.costs.speeds, required, question.forced)
-        if again.best_at_last(question.budgets) is not None:
+        if again.fits(question.budgets):
             found.append(f"layers that are unsharded only while they run: {RESHARDED}, or with --config --reshard")
     sequences = question.workload.microbatch_sequences
     in_step = sequences * question.workload.microbatches
@@ -169,7 +169,7 @@ def _changes(question: Question, frontier: Frontier, required: Required) -> list
         sequences = next(n for n in range(sequences // 2, 0, -1) if in_step % n == 0)
         tried = replace(question.workload, microbatch_sequences=sequences, microbatches=in_step // sequences)
         again = Frontier(tried, frontier.costs.speeds, required, question.forced)
-        if again.best_at_last(question.budgets) is not None:
+        if again.fits(question.budgets):
             found.append(f"a microbatch of {sequences} sequence{'s' if sequences > 1 else ''}")
             break
     else:
@@ -188,7 +188,7 @@ def _shorter(question: Question, speeds: Speeds, required: Required) -> list[str
 
     def fits(tokens: int) -> bool:
         tried = Frontier(replace(workload, sequence_tokens=tokens), speeds, required, question.forced)
-        return tried.best_at_last(question.budgets) is not None
+        return tried.fits(question.budgets)
 
     halves = [asked.sequence_tokens >> n for n in range(1, asked.sequence_tokens.bit_length())]
     lengths = [tokens for tokens in halves if tokens >= _FEWEST_TOKENS]

@@ -19,6 +19,7 @@ from hostward.plan.budgets import Budgets, Required
 from hostward.plan.cost_model import SUM_BYTES, Costs, Speeds, balanced_share
 from hostward.plan.decisions import LEAVES, Choice, Keep
 from hostward.plan.memory_model import LOAD, MemoryModel, Needs
+from hostward.plan.refinement import CompassSearch, Neighbourhood
 from hostward.plan.solver import LAST_STAY, Forced, Limits, LinearProgram
 from hostward.plan.step_time import Prediction, least_s, predict_of
 from hostward.plan.workload import Workload
@@ -38,6 +39,8 @@ _SAME_SHARE = 0.05
 """Streamed shares that differ by no more are not both tried."""
 _BOTH_AT = 2
 """Both are tried at every second fraction, and at the least ones: each candidate costs a plan some milliseconds."""
+_ALIKE = 0.0075
+"""Share of the step's time by which a plan with fewer offloaded layers of weights may be slower."""
 _EVEN = (Keep.KEEP, Keep.ELEMENTWISE, Keep.RECOMPUTE)
 
 
@@ -133,17 +136,49 @@ class Frontier:
         self._most_bytes = math.inf
         self._weigh_all()
 
-    def best_at_last(self, budgets: Budgets) -> Candidate | None:
-        """Return the fastest candidate within the budgets, offloading sharded weights only if nothing else fits.
+    def fits(self, budgets: Budgets) -> bool:
+        """Return whether any candidate fits within the budgets, with sharded weights offloaded only if nothing else
+        does.
 
         Sharded weights are a last resort because the time for which gathers wait for them is not predicted.
         """
-        found = self.best(budgets)
-        if found is None:
+        if self.best(budgets) is None:
             self._sets = self._weight_sets()
             self.widen()
-            found = self.best(budgets)
-        return found
+        return self.best(budgets) is not None
+
+    def best_at_last(self, budgets: Budgets) -> Candidate | None:
+        """Return the fastest choice that is found within the budgets; None where none fits.
+
+        Of those that predictions do not tell apart, it is the one with the fewest offloaded layers of weights. What is
+        found around the frontier's candidates becomes part of it.
+        """
+        self.fits(budgets)
+        best = self.refined(budgets)
+        if best is None or not best.choice.offloaded_weights:
+            return best
+        limit_s = best.prediction.step_s * (1 + _ALIKE)
+        fewer = (c for c in self._seen.values() if c.least_s <= limit_s and not budgets.over(c.needs))
+        alike = [c for c in fewer if c.prediction.step_s <= limit_s]
+        return min(alike, key=lambda c: (len(c.choice.offloaded_weights), c.order))
+
+    def refined(self, budgets: Budgets) -> Candidate | None:
+        """Return the best that a search around the best candidates finds within the budgets; None where none fits."""
+        around = Neighbourhood(self.costs, self._forced, weights_vary=self._sets != [frozenset()])
+        excess = _Excess(budgets)
+        search = CompassSearch(around, self._judged, excess, _Free(budgets), partial(least_s, self.costs))
+        start = min(self._seen.values(), key=search.rank)
+        if not excess(start) and start.prediction.step_s <= self.base.prediction.step_s:
+            return self.best(budgets)  # nothing is predicted to be faster
+        found = [start, *search.spread(start.choice, balanced_share(self.costs.speeds, self.workload))]
+        search.follow(min(found, key=search.rank))
+        return self.best(budgets)
+
+    def _judged(self, choice: Choice) -> Sequence[Candidate]:
+        """Return the candidates of a choice, one for each place where its gradients can be accumulated."""
+        asked = self._forced.gradients_on_host
+        places = {False, _summed_elsewhere(self.costs, choice)} if asked is None else {asked}
+        return [self._weigh(choice, on_host=place) for place in sorted(places)]
 
     def _weigh_all(self) -> None:
         for weights in self._sets:
@@ -327,6 +362,27 @@ class Frontier:
             if best and (not found or best.prediction.step_s < found[-1].prediction.step_s):
                 found.append(best)
         return found
+
+
+@dataclass(frozen=True)
+class _Excess:
+    """Sum the bytes by which candidates exceed budgets."""
+
+    budgets: Budgets
+
+    def __call__(self, candidate: Candidate) -> int:
+        return sum(self.budgets.over(candidate.needs).values())
+
+
+@dataclass(frozen=True)
+class _Free:
+    """Return the device memory that candidates leave within the budgets; 0 where there is no limit."""
+
+    budgets: Budgets
+
+    def __call__(self, candidate: Candidate) -> int:
+        limit = self.budgets.device_bytes
+        return 0 if limit is None else limit - candidate.needs.device_peak_bytes
 
 
 def _peak(candidate: Candidate) -> int:

@@ -29,13 +29,13 @@ _ROUNDED = 1e-6
 """Solver's tolerance, in layers."""
 LAST_STAY = 2
 """Layers whose activations stay: with fewer, each layer would wait for the copy of the previous one."""
-_ORDER = (*LEAVES, Keep.RECOMPUTE, Keep.ELEMENTWISE, Keep.KEEP)
+TREATMENTS = (*LEAVES, Keep.RECOMPUTE, Keep.ELEMENTWISE, Keep.KEEP)
 """Treatments in order, from the first layer on.
 
 The first layers are offloaded: backward reaches them last, so their copies have the most time. Treatments that keep
 less on the device come before those that keep more.
 """
-_STAYING = dict(zip(LEAVES, (Keep.KEEP, Keep.RECOMPUTE, Keep.ELEMENTWISE), strict=True))
+STAYING = dict(zip(LEAVES, (Keep.KEEP, Keep.RECOMPUTE, Keep.ELEMENTWISE), strict=True))
 """Treatments by offloading one, where its tensors stay."""
 
 
@@ -342,14 +342,14 @@ class LinearProgram:
                 placements[member] = row.placement
         keeps = [Keep.KEEP] * len(self.costs.repeated)
         for members, options in zip(self.layer_kinds, self.kept, strict=True):
-            order = [k for k in _ORDER if k in options]
+            order = [k for k in TREATMENTS if k in options]
             until = rounded_up([values[options[k]] for k in order])
             for at, position in enumerate(members):
                 keeps[position] = next((k for k, end in zip(order, until, strict=True) if at < end), order[-1])
         # Each kind of layers was rounded by itself.
         leave = [i for i, keep in enumerate(keeps) if keep in LEAVES and i not in self.forced.activations]
         for i in leave[self.most_leave :]:
-            keeps[i] = _STAYING[keeps[i]]
+            keeps[i] = STAYING[keeps[i]]
         return Choice(tuple(placements), tuple(keeps), self.weights)
 
 

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
+from operator import itemgetter
+from typing import NamedTuple
 
 from hostward.core.placement import Placement
 from hostward.plan.decisions import LEAVES, Choice, Keep
@@ -51,8 +53,7 @@ class Owner(StrEnum):
     COPIES = "copies for a checkpoint"
 
 
-@dataclass(slots=True)
-class Sample:
+class Sample(NamedTuple):
     """Hold the device memory at one moment, without GPU staging buffers and optimizer state."""
 
     weights: float
@@ -60,10 +61,6 @@ class Sample:
     activations: float
     loss: float = 0.0
     gathered: float = 0.0
-
-    @property
-    def bytes(self) -> float:
-        return self.weights + self.gradients + self.activations + self.loss + self.gathered
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +80,15 @@ class SlotCount:
 @dataclass(slots=True)
 class Timeline:
     samples: list[Sample] = field(default_factory=list)
+    totals: list[float] = field(default_factory=list)
+    """Sums of the samples."""
     points: list[tuple[int, str | None, int | None]] = field(default_factory=list)
     """Triggers, as (first sample after it, layer of a pre-forward or pre-backward trigger, bucket of a ready gradient).
     """
+
+    def add(self, weights: float, gradients: float, kept: float, loss: float = 0.0, gathered: float = 0.0) -> None:
+        self.samples.append(Sample(weights, gradients, kept, loss, gathered))
+        self.totals.append(weights + gradients + kept + loss + gathered)
 
     def use(self, layer: str) -> None:
         self.points.append((len(self.samples), layer, None))
@@ -110,9 +113,8 @@ class StepModel:
             keeps[i] = keep
         ways = [Way.KEEP if keep is None else _WAYS[keep] for keep in keeps]
         self._curves = [_curve_of(layer, way, facts.curves) for layer, way in zip(layers, ways, strict=True)]
-        self._bytes_at: dict[int, float] = {}
-        """Bytes by the moment's object: layers of a kind share theirs."""
-        kept = [self._at(curve.kept) for curve in self._curves]
+        self._fullest_at = facts.fullest_at
+        kept = [self._at((curve.kept,))[0][1] for curve in self._curves]
         self._recomputed = [keep is Keep.RECOMPUTE_OFFLOAD for keep in keeps]
         self._away = [keep in LEAVES for keep in keeps]
         self._kept = [0.0 if away else n for away, n in zip(self._away, kept, strict=True)]
@@ -148,10 +150,16 @@ class StepModel:
         self._most = max_staging_buffers(len(streamed), self._slot_bytes, choice.staging_bytes)
         self._late = late_trigger_bucket(facts.numels)
 
-    def _at(self, moment: Moment) -> float:
-        found = self._bytes_at.get(id(moment))
+    def _at(self, moments: Sequence[Moment]) -> Sequence[tuple[int, float]]:
+        """Return the fullest of each run of moments with as many gradients: their number, and the layer's bytes."""
+        if not moments:
+            return ()
+        key = id(moments[0]), len(moments)
+        found = self._fullest_at.get(key)
         if found is None:
-            found = self._bytes_at[id(moment)] = moment.of(self._tokens, self._length)
+            sizes = [(moment.gradients, moment.of(self._tokens, self._length)) for moment in moments]
+            runs = groupby(sizes, key=itemgetter(0))
+            found = self._fullest_at[key] = [(made, max(nbytes for _, nbytes in run)) for made, run in runs]
         return found
 
     @property
@@ -170,23 +178,19 @@ class StepModel:
         return timeline
 
     @cached_property
-    def _totals(self) -> list[float]:
-        return [sample.bytes for sample in self.timeline.samples]
-
-    @cached_property
-    def _between(self) -> Sequence[Sample]:
-        """Sample a backward before the last, in which gathered layers stay so and no staging buffer is acquired."""
+    def _between(self) -> Timeline:
+        """Return a backward before the last, in which gathered layers stay so and no staging buffer is acquired."""
         timeline, total = Timeline(), sum(self._kept)
         if self._workload.fetched_anew or self._workload.microbatches == 1:
-            return ()  # the last is the fullest
+            return timeline  # the last is the fullest
         for i in reversed(range(len(self._workload.layers))):
             total -= self._kept[i]
             gathered = self._whole_before[-1] + self._scattered(i, self._workload.microbatches > 2)
-            held, weights = [self._gradients.before_bytes], self._weights_at(i, -1)
+            held, weights = self._gradients.before_bytes, self._weights_at(i, -1)
             self._sample(timeline, i, self._curves[i].backward, total + self._back(i), held, weights, gathered)
             reducing = self._whole_before[-1] + (1 + self._reduced) * self._whole[i]
-            timeline.samples.append(Sample(weights, held[0], total + self._back(i), 0.0, reducing))
-        return timeline.samples
+            timeline.add(weights, held, total + self._back(i), 0.0, reducing)
+        return timeline
 
     def _forward(self, timeline: Timeline) -> None:
         layers = self._workload.layers
@@ -198,7 +202,7 @@ class StepModel:
             held -= waiting.pop(layer.name, 0)
             base = kept + self._leaving(i)
             gathered = self._gathered(i)
-            self._sample(timeline, i, self._curves[i].forward, base, [held], self._weights_at(i, 1), gathered)
+            self._sample(timeline, i, self._curves[i].forward, base, held, self._weights_at(i, 1), gathered)
             kept += self._kept[i]
 
     def _backward(self, timeline: Timeline) -> None:
@@ -213,7 +217,7 @@ class StepModel:
             after = [held, *(m.held_bytes for m in made)]
             self._moments(timeline, i, made, base, after, weights)
             held = after[-1]
-        timeline.samples.append(Sample(self.resident_weight_bytes, held, self._kept[0]))
+        timeline.add(self.resident_weight_bytes, held, self._kept[0])
 
     @property
     def _first(self) -> int:
@@ -236,17 +240,24 @@ class StepModel:
         done = 0
         # After a layer was recomputed, nothing holds its reloaded input; the first gradient marks that moment.
         reloaded = self._parked[i] if self._recomputed[i] else 0.0
-        for moment in self._curves[i].backward:
-            while done < min(moment.gradients, len(made)):
+        behind, layer = self._behind(i), self._workload.layers[i]
+        temporary = self._gradients.temporary_bytes if self._gradients.accumulate else None
+        for count, own in self._at(self._curves[i].backward):
+            while done < min(count, len(made)):
                 for bucket in made[done].completed:
                     timeline.gradient(bucket)
                 done += 1
-            gone = reloaded if moment.gradients else 0.0
-            self._sample(timeline, i, (moment,), base - gone, after, *weights[:2])
-        for at in range(done, len(made)):
-            for bucket in made[at].completed:
+            held = after[min(count, len(after) - 1)] + (temporary(layer, count) if temporary else 0)
+            kept = base - reloaded if count else base
+            timeline.add(weights[0], held, *((kept, own) if behind else (kept + own, 0.0)), weights[1])
+        for left in range(done, len(made)):
+            for bucket in made[left].completed:
                 timeline.gradient(bucket)
-        timeline.samples.append(Sample(weights[0], after[-1], base, 0.0, max(weights[1:])))
+        timeline.add(weights[0], after[-1], base, 0.0, max(weights[1:]))
+
+    def _behind(self, i: int) -> bool:
+        """Return whether a layer comes after the repeated ones: its saved tensors are logits and loss."""
+        return not self._workload.layers[i].repeated and i > self._first
 
     def _sample(
         self,
@@ -254,18 +265,15 @@ class StepModel:
         i: int,
         moments: Sequence[Moment],
         base: float,
-        held: Sequence[int],
+        held: int,
         weights: float,
         gathered: float,
     ) -> None:
-        layer = self._workload.layers[i]
-        behind = not layer.repeated and i > self._first
-        for moment in moments:
-            own = self._at(moment)
-            gradients = held[min(moment.gradients, len(held) - 1)]
-            gradients += self._gradients.temporary_bytes(layer, moment.gradients)
-            kept, loss = (base, own) if behind else (base + own, 0.0)
-            timeline.samples.append(Sample(weights, gradients, kept, loss, gathered))
+        """Add the moments of a curve with these bytes of gradients."""
+        behind, layer = self._behind(i), self._workload.layers[i]
+        for made, own in self._at(moments):
+            gradients = held + self._gradients.temporary_bytes(layer, made)
+            timeline.add(weights, gradients, *((base, own) if behind else (base + own, 0.0)), gathered)
 
     def _leaving(self, i: int) -> float:
         """Return the bytes of earlier layers' saved tensors whose D2H copies still hold device memory, in forward of
@@ -367,7 +375,7 @@ class StepModel:
         return SlotCount(count, self._most, (self._late,) * count, (None,) * count)
 
     def _spans(self) -> list[TriggerInterval]:
-        samples, points = self._totals, self.timeline.points
+        samples, points = self.timeline.totals, self.timeline.points
         ends = [*(at for at, _, _ in points[1:]), len(samples)]
         found = []
         for (start, layer, bucket), end in zip(points, ends, strict=True):
@@ -378,7 +386,7 @@ class StepModel:
 
     def peak(self, slots: SlotCount) -> Mapping[Owner, float]:
         """Return the bytes by category at the moment at which the device holds the most."""
-        samples, points = self.timeline.samples, self.timeline.points
+        samples, totals, points = self.timeline.samples, self.timeline.totals, self.timeline.points
         last = len(samples) - 1
         staged = [next((at for at, _, b in points if b is not None and b <= stage), last) for stage in slots.stage_at]
         uses = {layer: at for at, layer, _ in reversed(points) if layer is not None}
@@ -392,12 +400,12 @@ class StepModel:
 
         # Between two changes of the staging buffers, the other memory decides.
         spans = pairwise(sorted({0, *staged, *back, len(samples)}))
-        fullest_of = [(max(self._totals[start:end]), slots_at(start), start, end) for start, end in spans]
+        fullest_of = [(max(totals[start:end]), slots_at(start), start, end) for start, end in spans]
         most, slots_held, start, end = max(fullest_of, key=lambda span: span[0] + span[1])
-        found = samples[self._totals.index(most, start, end)]
-        fullest = max(self._between, key=lambda sample: sample.bytes, default=found)
-        if fullest.bytes > found.bytes + slots_held:
-            found, slots_held = fullest, 0
+        found = samples[totals.index(most, start, end)]
+        between = self._between
+        if between.totals and (fullest := max(between.totals)) > most + slots_held:
+            found, slots_held = between.samples[between.totals.index(fullest)], 0
         return {
             Owner.WEIGHTS: found.weights,
             Owner.GRADIENTS: found.gradients,

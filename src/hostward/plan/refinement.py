@@ -1,0 +1,313 @@
+"""Search for faster choices within budgets by the exact memory model and the predicted time. No torch.
+
+The frontier's linear program knows times and bytes approximately, and no more than a few numbers of offloaded layers.
+Here each treatment of all layers is tried with several numbers of layers whose weights are offloaded, and with the
+streamed share that is fastest within the memory. From the best of them one decision is varied at a time, or two that
+trade memory with each other, in steps that get smaller, as long as the predicted step gets shorter (a compass search,
+as of Hooke and Jeeves, 1961).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Generic, Protocol, TypeVar
+
+from hostward.core.placement import Placement, place_fraction
+from hostward.plan.cost_model import Costs
+from hostward.plan.decisions import ELEMENTWISE, LEAVES, RECOMPUTED, Choice, Keep
+from hostward.plan.solver import LAST_STAY, STAYING, TREATMENTS, Forced
+from hostward.plan.workload import Workload
+
+AWAY = (0.0, 1 / 4, 1 / 2, 3 / 4, 1.0)
+"""Shares of the layers whose weights are offloaded that are tried with each treatment of all layers."""
+SHARES = 8
+"""Parts of the streamed share that are tried, from the whole of it."""
+HALVINGS = 4
+"""Of the interval in which the smallest offloaded share that fits is looked for."""
+STEPS = ((1 / 4, 0.01), (1 / 8, 0.01), (1 / 16, 0.005), (1 / 32, 0.003))
+"""Sizes of the last variations, as shares of the layers or of the state, and the share of the step's time that one must
+save to be followed.
+"""
+
+
+@dataclass(frozen=True)
+class Neighbourhood:
+    """Make variations of a choice that the engine can carry out and nothing that is forced forbids.
+
+    Args:
+        weights_vary: whether the number of layers with offloaded weights may change.
+    """
+
+    costs: Costs
+    forced: Forced
+    weights_vary: bool = True
+
+    @property
+    def workload(self) -> Workload:
+        return self.costs.workload
+
+    @cached_property
+    def names(self) -> Sequence[str]:
+        """Return the repeated layers in order; the first ones' weights are offloaded."""
+        return [layer.name for layer in self.workload.repeated]
+
+    @cached_property
+    def most_away(self) -> int:
+        """Return the largest number of layers whose weights may be offloaded."""
+        if self.forced.offloaded_weights is not None or not self.weights_vary:
+            return 0
+        stuck = {
+            self.workload.inventory.buckets[i].layer
+            for i, placement in self.forced.placements.items()
+            if placement is not Placement.HOST
+        }
+        free = next((at for at, name in enumerate(self.names) if name in stuck), len(self.names))
+        return min(free, max(0, len(self.names) - 1))
+
+    @cached_property
+    def treatments(self) -> Sequence[Keep]:
+        """Return the treatments that layers may have, from the first layer on."""
+        cheap = any(part.elementwise for layer in self.workload.repeated for part in layer.saved)
+        return [keep for keep in TREATMENTS if cheap or keep not in ELEMENTWISE]
+
+    def by(self, choice: Choice, step: float) -> Iterator[Choice]:
+        """Return variations of one size: of weights and placements, then of treatments."""
+        count = max(1, round(step * len(self.names)))
+        away = list(self._more_or_fewer_away(choice, count))
+        yield from away
+        for varied in (choice, *away):
+            for share in (-step, step):
+                yield from self._placed(varied, 0.0, share)
+        for fraction in (-step, step):
+            for share in (0.0, -step, step):
+                yield from self._placed(choice, fraction, share)
+        for before, after in self._pairs(choice):
+            for first in (True, False):
+                treated = self._treat(choice, before, after, count, first=first)
+                if treated is not None:
+                    yield treated
+
+    def alike(self, choice: Choice) -> Iterator[Choice]:
+        """Return the choice with each treatment for all layers: some do not go with others, so no step leads there."""
+        for keep in self.treatments:
+            keeps = [keep] * len(self.names)
+            if keep in LEAVES:
+                keeps[-LAST_STAY:] = [STAYING[keep]] * min(LAST_STAY, len(keeps))
+            treated = tuple(self.forced.activations.get(i, keep) for i, keep in enumerate(keeps))
+            if self._allowed(treated) and treated != choice.activations:
+                yield replace(choice, activations=treated)
+
+    def balanced(self, choice: Choice, free_bytes: int) -> Iterator[Choice]:
+        """Return variations whose layers keep as much more on the device as is free, or less where it is negative."""
+        position = next(iter(self.costs.repeated), None)
+        if position is None:
+            return
+        cost = self.costs.layers[position]
+        held = {keep: 0.0 if keep in LEAVES else cost.held_bytes(keep) for keep in self.treatments}
+        for before, after in self._pairs(choice):
+            more = held[after] - held[before]
+            if more * free_bytes > 0:
+                count = free_bytes / more
+                count = int(count) if more > 0 else math.ceil(count)
+                treated = self._treat(choice, before, after, count) if count else None
+                if treated is not None:
+                    yield treated
+
+    def _more_or_fewer_away(self, choice: Choice, count: int) -> Iterator[Choice]:
+        if not self.most_away:
+            return
+        now = len(choice.offloaded_weights)
+        for number in (now - count, now + count):
+            if 0 <= number <= self.most_away:
+                yield self.away(choice, number)
+
+    def away(self, choice: Choice, number: int) -> Choice:
+        """Return the choice with the weights of the first `number` layers offloaded, if that may vary."""
+        if not self.most_away:
+            return choice
+        fraction, streamed = self.shares(choice)
+        names = frozenset(self.names[:number])
+        return self.placed(replace(choice, offloaded_weights=names), fraction, streamed)
+
+    def _pairs(self, choice: Choice) -> Iterator[tuple[Keep, Keep]]:
+        """Return treatments that layers have, each with every other one."""
+        present = set(choice.activations)
+        return ((a, b) for a in self.treatments if a in present for b in self.treatments if b is not a)
+
+    def _treat(self, choice: Choice, before: Keep, after: Keep, count: int, first: bool | None = None) -> Choice | None:
+        """Return the choice with another treatment of `count` layers; None where it is not possible.
+
+        Args:
+            first: of the first layers with treatment `before`, or of the last ones; None: so that the order stays.
+        """
+        keeps, forced = list(choice.activations), self.forced.activations
+        having = [i for i, keep in enumerate(keeps) if keep is before and i not in forced]
+        if first is None:
+            first = TREATMENTS.index(after) < TREATMENTS.index(before)
+        chosen = having[:count] if first else having[-count:]
+        for i in chosen:
+            keeps[i] = after
+        return replace(choice, activations=tuple(keeps)) if chosen and self._allowed(keeps) else None
+
+    def _allowed(self, keeps: Sequence[Keep]) -> bool:
+        free = [keep for i, keep in enumerate(keeps) if i not in self.forced.activations]
+        if any(keep in ELEMENTWISE for keep in free) and any(keep in (*RECOMPUTED, Keep.OFFLOAD) for keep in free):
+            return False
+        leave = sum(keep in LEAVES for keep in keeps)
+        return leave <= max(0, len(keeps) - LAST_STAY) or not any(keep in LEAVES for keep in free)
+
+    # ------------------------------------------------------------------ placements
+
+    def _free(self, choice: Choice) -> list[int]:
+        """Return the buckets whose placement may vary."""
+        buckets, away = self.workload.inventory.buckets, choice.offloaded_weights
+        return [i for i, b in enumerate(buckets) if i not in self.forced.placements and b.layer not in away]
+
+    def shares(self, choice: Choice) -> tuple[float, float]:
+        """Return the share of the free buckets' state that is offloaded, and the share of that which is streamed."""
+        buckets, sizes = self.workload.inventory.buckets, dict.fromkeys(Placement, 0)
+        for i in self._free(choice):
+            sizes[choice.placements[i]] += buckets[i].state_bytes
+        offloaded = sizes[Placement.STREAMED] + sizes[Placement.HOST]
+        total = offloaded + sizes[Placement.DEVICE]
+        return offloaded / total if total else 1.0, sizes[Placement.STREAMED] / offloaded if offloaded else 0.0
+
+    def _placed(self, choice: Choice, more: float, more_streamed: float) -> Iterator[Choice]:
+        fraction, streamed = self.shares(choice)
+        asked = min(1.0, max(0.0, fraction + more)), min(1.0, max(0.0, streamed + more_streamed))
+        if asked != (fraction, streamed):
+            yield self.placed(choice, *asked)
+
+    def placed(self, choice: Choice, fraction: float, streamed: float) -> Choice:
+        """Return the choice with these shares of the free buckets' state; those of offloaded layers are on the host."""
+        buckets = self.workload.inventory.buckets
+        free = self._free(choice)
+        rows = place_fraction([buckets[i] for i in free], fraction, streamed).buckets
+        found = [self.forced.placements.get(i, Placement.HOST) for i in range(len(buckets))]
+        for i, row in zip(free, rows, strict=True):
+            found[i] = row.placement
+        return replace(choice, placements=tuple(found))
+
+
+class Judged(Protocol):
+    """A choice whose bytes and predicted time are known, as `hostward.plan.search.Candidate`."""
+
+    @property
+    def choice(self) -> Choice: ...
+
+    @property
+    def order(self) -> tuple[float, int, int]:
+        """Seconds first; smaller is better."""
+        ...
+
+
+J = TypeVar("J", bound=Judged)
+
+
+@dataclass
+class CompassSearch(Generic[J]):
+    """Follow variations that are better until there is none.
+
+    Args:
+        judge: returns the bytes and time of a choice, of each place where its gradients can be accumulated.
+        excess_bytes: by how much a judged choice exceeds the budgets.
+        free_bytes: the device memory that a judged choice leaves within its budget; negative where it exceeds it.
+        bound_s: a lower bound on the seconds of a choice that needs no simulation.
+    """
+
+    neighbourhood: Neighbourhood
+    judge: Callable[[Choice], Sequence[J]]
+    excess_bytes: Callable[[J], int]
+    free_bytes: Callable[[J], int]
+    bound_s: Callable[[Choice], float]
+    tried: set[Choice] = field(default_factory=set)
+
+    def rank(self, judged: J) -> tuple[int, tuple[float, int, int]]:
+        """Return a sort key: what fits first, then what is faster."""
+        over = self.excess_bytes(judged)
+        return over, (judged.order if not over else (0.0, 0, 0))
+
+    def follow(self, start: J) -> J:
+        """Return the best choice that small variations lead to from `start`."""
+        best, excess = start, self.excess_bytes(start)
+        for step, gain in STEPS:
+            while (better := self._better(best, excess, step, gain)) is not None:
+                best, excess = better, self.excess_bytes(better)
+        return best
+
+    def spread(self, start: Choice, share: float) -> list[J]:
+        """Return the best choices with each treatment of all layers and several numbers of offloaded layers.
+
+        Args:
+            share: of the state, the one to stream where memory allows.
+        """
+        around, found = self.neighbourhood, dict[tuple[int, tuple[Keep, ...]], J]()
+
+        def fill(treated: Choice, number: int) -> None:
+            key = number, treated.activations
+            if key not in found and 0 <= number <= around.most_away:
+                judged = self.filled(around.away(treated, number), share)
+                found[key] = min(judged, key=self.rank)
+
+        alike = [start, *around.alike(start)]
+        for treated in alike:
+            for part in AWAY:
+                fill(treated, round(part * around.most_away))
+        return sorted(found.values(), key=self.rank)
+
+    def filled(self, choice: Choice, share: float) -> list[J]:
+        """Return what uses the memory with these weights: state streamed up to a share, less offloaded, more kept."""
+        around = self.neighbourhood
+
+        def at(fraction: float, streamed: float) -> J:
+            return min(self.judge(around.placed(choice, fraction, streamed)), key=self.rank)
+
+        # Streaming nothing is apart: it takes no staging buffers. Of the other shares, from the largest: more staging
+        # buffers may let a smaller one take more memory. The time has one minimum among them.
+        found = [at(1.0, 0.0), at(1.0, share)]
+        for part in range(SHARES - 1, 0, -1):
+            before = found[-1]
+            found.append(at(1.0, share * part / SHARES))
+            if not self.excess_bytes(before) and self.rank(found[-1]) > self.rank(before):
+                break
+        best = min(found, key=self.rank)
+        if not self.excess_bytes(best):
+            streamed, low, high = around.shares(best.choice)[1], 0.0, 1.0
+            for _ in range(HALVINGS):
+                fraction = (low + high) / 2
+                found.append(at(fraction, streamed))
+                low, high = (fraction, high) if self.excess_bytes(found[-1]) else (low, fraction)
+            best = min(found, key=self.rank)
+        for balanced in around.balanced(best.choice, self.free_bytes(best)):
+            found += self.judge(balanced)
+        return found
+
+    def _better(self, best: J, excess: int, step: float, gain: float) -> J | None:
+        """Return the first variation that fits better, or as well and is faster."""
+        limit_s = best.order[0] * (1 - gain)
+
+        def better(choice: Choice) -> tuple[J | None, Sequence[J]]:
+            if choice in self.tried or (not excess and self.bound_s(choice) >= limit_s):
+                return None, ()
+            self.tried.add(choice)
+            found = self.judge(choice)
+            for judged in found:
+                over = self.excess_bytes(judged)
+                if over < excess or (over == excess == 0 and judged.order[0] < limit_s):
+                    return judged, found
+            return None, found
+
+        around = self.neighbourhood
+        for choice in around.by(best.choice, step):
+            found, known = better(choice)
+            if found is not None:
+                return found
+            for judged in known:
+                for balanced in around.balanced(judged.choice, self.free_bytes(judged)):
+                    found, _ = better(balanced)
+                    if found is not None:
+                        return found
+        return None
