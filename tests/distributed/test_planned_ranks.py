@@ -146,8 +146,8 @@ def test_a_loop_of_ones_own_by_a_plan_whose_root_owns_embedding_and_head(
 @pytest.mark.parametrize(
     ("mesh", "ranks", "told"),
     [
-        ("four", 2, "the plan shards the model among 2 GPUs, and here it is 4"),
-        ("four", 1, "the plan shards the model among 1 GPUs, and here it is 4"),
+        ("all", 2, "the plan shards the model among 2 GPUs, and here it is 4"),
+        ("all", 1, "the plan shards the model among 1 GPUs, and here it is 4"),
         ("whole", 4, "the plan shards the model among 4 GPUs, and here it is 1"),
         ("hybrid", 2, "the plan shards the model among 2 GPUs, and here it is 4"),
         ("hybrid", 4, "the plan divides parameters by rows among 4 GPUs, and parameter 'scale' is divided otherwise"),
@@ -162,9 +162,9 @@ def test_a_plan_for_layers_that_are_whole_one_at_a_time_is_refused_where_they_st
     made = net_plan(SIZE)
     text = replace(made, workload=replace(made.workload, resharded=True)).to_json()
     told = "ConfigError: the plan is for layers that are unsharded only while they run"
-    for found in world.run("planned_cases.net_refused", mesh="four", plan=text, what="attach", resharded=False):
+    for found in world.run("planned_cases.net_refused", mesh="all", plan=text, what="attach", resharded=False):
         assert found.startswith(told)
-    for found in world.run("planned_cases.net_refused", mesh="four", plan=text, what="attach"):
+    for found in world.run("planned_cases.net_refused", mesh="all", plan=text, what="attach"):
         assert found == "no error"
 
 
