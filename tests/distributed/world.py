@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from forked import forkserver
+from forked import forkserver, leave_what_is_imported
 from recent_memory import read_seldom
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import ProcessGroupGloo, _world
@@ -191,6 +191,7 @@ def _text(file: Path) -> str:
 
 def _into_files(folder: Path, name: str) -> None:
     """Go on in this folder, and say there whatever is said."""
+    leave_what_is_imported()
     os.chdir(folder)
     for number, kind in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{name}.{kind}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
