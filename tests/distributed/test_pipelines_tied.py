@@ -168,17 +168,17 @@ def test_the_weight_is_one_parameter_of_the_model_and_takes_memory_on_both_ends(
         }
 
 
-FP16 = [*PAIR, "model.params_dtype=fp16", "train.train_iters=6"]
+FP16 = [*FOUR, "model.params_dtype=fp16", "train.train_iters=6"]
 
 
 @pytest.mark.parametrize("placed", ["mixed", "serial"])
-def test_an_overflow_lowers_the_scale_of_all(pair: World, placed: str) -> None:
+def test_an_overflow_lowers_the_scale_of_all(world: World, placed: str) -> None:
     """As in one process. Seen red: ends not added up; their sum taken before the step where no others are, so that the
     scaler sees what it must not (serial).
     """
     words = [*FP16, *PLACED[placed]]
     expected = scales_of(setup.prepare(LLAMA, config_of(words)), 6)
-    found = pair.run("pipeline_cases.scaled", words=words, recipe=LLAMA, until=6)
+    found = world.run("pipeline_cases.scaled", words=words, recipe=LLAMA, until=6)
     require_same_ends(found)
     for rank in found:
         assert rank["scales"] == expected["scales"]
