@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,12 +11,10 @@ import torch
 from recent_memory import read_seldom
 
 
-@pytest.fixture(autouse=True, scope="session")
-def one_torch_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
+@pytest.fixture(autouse=True)
+def one_torch_thread() -> None:
+    """Before each test: Lightning, for one, leaves as many as there are cores."""
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import sys
 from pathlib import Path
@@ -10,60 +11,69 @@ from pathlib import Path
 import house
 import pytest
 
-FIGURES = house.figures_of(house.SOURCE, house.TESTS)
-MODULES = house.read_modules(house.SOURCE)
-
 MAX_ROOT_MODULES = 8
 MAX_FUNCTION_LINES = 80
 
 
+@functools.cache
+def figures() -> house.Figures:
+    """Counted when the first test asks: each process of pytest imports this file."""
+    return house.figures_of(house.SOURCE, house.TESTS)
+
+
+@functools.cache
+def modules() -> dict[str, house.Module]:
+    return house.read_modules(house.SOURCE)
+
+
 def test_every_module_has_a_place_in_the_order() -> None:
-    assert {module.room for module in MODULES.values()} - {"__init__"} <= set(house.LEVELS)
+    assert {module.room for module in modules().values()} - {"__init__"} <= set(house.LEVELS)
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    assert FIGURES.module_circles == []
+    assert figures().module_circles == []
 
 
 def test_no_circle_of_packages() -> None:
-    assert FIGURES.package_circles == []
+    assert figures().package_circles == []
 
 
 def test_imports_go_downwards() -> None:
-    assert FIGURES.upward_imports == []
+    assert figures().upward_imports == []
 
 
 def test_no_private_name_of_another_module_is_used() -> None:
-    assert FIGURES.private_reaches == []
+    assert figures().private_reaches == []
 
 
 def test_no_module_is_named_like_one_of_the_standard_library() -> None:
-    assert FIGURES.named_like_the_standard_library == []
+    assert figures().named_like_the_standard_library == []
 
 
 def test_few_modules_lie_in_the_root() -> None:
-    assert len(FIGURES.root_modules) <= MAX_ROOT_MODULES
+    assert len(figures().root_modules) <= MAX_ROOT_MODULES
 
 
 def test_functions_stay_small() -> None:
-    longer = {name: n for name, n in house.function_lengths(MODULES).items() if n > MAX_FUNCTION_LINES}
+    longer = {name: n for name, n in house.function_lengths(modules()).items() if n > MAX_FUNCTION_LINES}
     assert longer == {}
 
 
 def test_no_exception_outlives_its_reason() -> None:
-    texts = " ".join(module.text for module in MODULES.values())
+    texts = " ".join(module.text for module in modules().values())
     assert [name for name in house.ALLOWED if name not in texts] == []
 
 
 def test_figures_are_printed_and_are_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(house, "figures_of", lambda *of: {(house.SOURCE, house.TESTS): FIGURES}[of])  # counted once
+    counted = figures()
+    monkeypatch.setattr(house, "figures_of", lambda *of: {(house.SOURCE, house.TESTS): counted}[of])  # counted once
     monkeypatch.setattr(sys, "argv", ["house.py"])
     house.main()
-    assert f"modules: {FIGURES.modules}" in capsys.readouterr().out.splitlines()
+    assert f"modules: {counted.modules}" in capsys.readouterr().out.splitlines()
     monkeypatch.setattr(sys, "argv", ["house.py", "--json"])
     house.main()
-    figures = json.loads(capsys.readouterr().out)
-    assert (figures["modules"], figures["lines"]) == (FIGURES.modules, FIGURES.lines)
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["modules"], printed["lines"]) == (counted.modules, counted.lines)
 
 
 # The readers themselves, on small trees.

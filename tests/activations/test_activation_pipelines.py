@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from forked import forkserver
 
 import hostward
 from hostward.runtime.simulated.backend import Order, SimulatedBackend
@@ -107,7 +108,8 @@ def run_rank(rank: int, folder: str) -> None:
 
 @pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
 def test_t47_h37_pipelines_keep_their_gradients(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(run_rank, (str(tmp_path),), nprocs=2)
+    forkserver()  # has torch imported
+    torch.multiprocessing.start_processes(run_rank, (str(tmp_path),), nprocs=2, start_method="forkserver")
     for rank in range(2):
         told = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert len(told) == len(SCHEDULES) * len(ORDERS)

@@ -4,6 +4,7 @@ that has imported it, and that is started when the first of them is.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -19,12 +20,15 @@ from typing import Any
 
 IMPORTED = [
     "peft",
+    "rich.console",
+    "rich.table",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "hostward.cli.app",
     "hostward.distributed.expert_parallel",
     "hostward.distributed.tensor_parallel",
+    "hostward.recipes",
     "hostward.trainer.loop",
     "hostward.trainer.report",
     "hostward.trainer.setup",
@@ -32,6 +36,7 @@ IMPORTED = [
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
     "transformers.trainer",
+    "typer._adapters",  # imported when a command has options, and takes long
 ]
 """What is missing on a machine is passed over."""
 
@@ -45,13 +50,23 @@ def forkserver() -> ForkServerContext:
 
 def call(function: Callable[..., None], *arguments: Any, limit_s: float) -> None:
     """Call a function of a module in a process of its own. Raises RuntimeError if it fails there, or takes longer."""
-    process = forkserver().Process(target=function, args=arguments)
+    process = forkserver().Process(target=_called, args=(function, *arguments))
     process.start()
     process.join(limit_s)
     process.kill()
     process.join()
     if process.exitcode != 0:
         raise RuntimeError(f"{function.__name__} ended with {process.exitcode}")
+
+
+def _called(function: Callable[..., None], *arguments: Any) -> None:
+    leave_what_is_imported()
+    function(*arguments)
+
+
+def leave_what_is_imported() -> None:
+    """A collection of garbage in this process looks at none of it: it would copy all pages that processes share."""
+    gc.freeze()
 
 
 class Started:
@@ -93,6 +108,7 @@ class Started:
 
 
 def _run(command: list[str], folder: str, environment: dict[str, str], out: Connection, err: Connection) -> None:
+    leave_what_is_imported()
     os.chdir(folder)
     os.environ.clear()
     os.environ |= environment

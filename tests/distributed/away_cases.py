@@ -74,7 +74,7 @@ def saved(folder: str) -> tuple[dict[str, str], dict[str, str]]:
     model, optimizer, run = attached()
     trained(model, optimizer, 0, 1)
     parts = api.parts_of(model, optimizer)
-    group = mesh_of("four").get_group()
+    group = mesh_of("all").get_group()
     api.save(Path(folder), 2, tensors=parts.tensors, plain={"optimizer": parts.optimizer}, group=group)
     run.detach()
     again: Any = sharded()
@@ -88,8 +88,8 @@ def frozen(*, away: bool) -> dict[str, Any]:
     model: Any = Net()
     for block in model.blocks:
         block.requires_grad_(False)
-        fully_shard(block, mesh=mesh_of("four"))
-    fully_shard(model, mesh=mesh_of("four"))
+        fully_shard(block, mesh=mesh_of("all"))
+    fully_shard(model, mesh=mesh_of("all"))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     backend = hostward.runtime.simulated.backend.SimulatedBackend(threads=1)
     run = hostward.attach(model, weights=AWAY, backend=backend) if away else None
@@ -154,8 +154,8 @@ def some_frozen(*, away: bool) -> dict[str, str]:
     model: Any = Net()
     for block in model.blocks:
         block.up.requires_grad_(False)
-        fully_shard(block, mesh=mesh_of("four"))
-    fully_shard(model, mesh=mesh_of("four"))
+        fully_shard(block, mesh=mesh_of("all"))
+    fully_shard(model, mesh=mesh_of("all"))
     optimizer = adamw(model, "host", "late")
     run = hostward.attach(model, optimizer, weights=AWAY) if away else None
     trained(model, optimizer, 0)

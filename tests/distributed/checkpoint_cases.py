@@ -37,16 +37,23 @@ from hostward.kernels.cpu.memory_copy import copy
 from hostward.trainer import checkpointing
 from hostward.trainer.process_group import Ranks
 
-MESHES = {1: None, 2: "pairs", 4: "four"}
+RANKS = (1, 2, 4)
 FRACTIONS = ("device", "mixed", "host")
 DTYPE = "bf16"
 
 
+def mesh_for(ranks: int) -> str | None:
+    """The name of the mesh of so many ranks; None: of one."""
+    if ranks == dist.get_world_size():
+        return "all"
+    return None if ranks == 1 else "pairs"
+
+
 def made(ranks: int, mix: str, **options: Any) -> tuple[Any, hostward.AdamW]:
-    """The network and its optimizer on so many ranks; other ranks have their own."""
+    """The network and its optimizer on so many ranks, which may be all; other ranks have their own."""
     model: Any = Net().to(DTYPES[DTYPE])
     model.blocks = model.blocks[:1]
-    mesh = MESHES[ranks]
+    mesh = mesh_for(ranks)
     if mesh is not None:
         fully_shard(model.blocks[0], mesh=mesh_of(mesh))
         fully_shard(model, mesh=mesh_of(mesh))
@@ -54,7 +61,7 @@ def made(ranks: int, mix: str, **options: Any) -> tuple[Any, hostward.AdamW]:
 
 
 def group_of(ranks: int) -> dist.ProcessGroup | None:
-    mesh = MESHES[ranks]
+    mesh = mesh_for(ranks)
     return None if mesh is None else mesh_of(mesh).get_group()
 
 
@@ -80,9 +87,9 @@ def save_all(folder: str) -> dict[str, str]:
     those after a third step.
     """
     found: dict[str, str] = {}
-    for mesh in ("pairs", "four"):
+    for mesh in ("pairs", "all"):
         mesh_of(mesh)  # by all ranks
-    for ranks in MESHES:
+    for ranks in RANKS:
         for mix in FRACTIONS:
             if dist.get_rank() < ranks:
                 model, optimizer = made(ranks, mix)
@@ -100,31 +107,27 @@ def save_all(folder: str) -> dict[str, str]:
     return found
 
 
-def savers_for(ranks: int, mix: str) -> list[str]:
-    """Checkpoints that are loaded by so many ranks at this fraction: of the nine by nine pairs of who saves and who
-    loads a third, in which any two of the four properties take all their values together.
+def saver_for(ranks: int, mix: str) -> str:
+    """The checkpoint that is loaded by so many ranks at this fraction. Of the nine by nine pairs of who saves and who
+    loads these are nine, in which any two of the four properties take all their values together.
     """
-    found = [(i, j) for i in range(len(MESHES)) for j in range(len(FRACTIONS))]
-    own = list(MESHES).index(ranks) + FRACTIONS.index(mix)
-    return [f"{list(MESHES)[i]}-{FRACTIONS[j]}" for i, j in found if (i + j - own) % 3 == 0]
+    i, j = RANKS.index(ranks), FRACTIONS.index(mix)
+    return f"{RANKS[(i + j) % 3]}-{FRACTIONS[(i + 2 * j) % 3]}"
 
 
-def load_all(folder: str, ranks: int, mix: str) -> dict[str, dict[str, str]]:
-    """By checkpoint that was saved at a fraction and a number of ranks: what is loaded here, and after a step. Each is
-    loaded over what the one before has left.
-    """
-    found: dict[str, dict[str, str]] = {}
+def load(folder: str, ranks: int, mix: str) -> dict[str, str]:
+    """What is loaded here of the checkpoint of `saver_for`, over other weights and state, and after a step."""
     group_of(ranks)  # by all ranks
     if dist.get_rank() >= ranks:
-        return found
+        return {}
     model, optimizer = made(ranks, mix)
-    for path in (Path(folder) / name for name in savers_for(ranks, mix)):
-        api.restore(path / "iter_0000002", model, optimizer, group=group_of(ranks))
-        assert api.read_plain(path / "iter_0000002")["consumed_samples"] == 16
-        found[path.name] = bits(model, optimizer)
-        step_given(model, optimizer, 2)
-        found[path.name] |= {f"later {name}": value for name, value in bits(model, optimizer).items()}
-    return found
+    step_given(model, optimizer, 3)
+    path = Path(folder) / saver_for(ranks, mix) / "iter_0000002"
+    api.restore(path, model, optimizer, group=group_of(ranks))
+    assert api.read_plain(path)["consumed_samples"] == 16
+    found = bits(model, optimizer)
+    step_given(model, optimizer, 2)
+    return found | {f"later {name}": value for name, value in bits(model, optimizer).items()}
 
 
 @contextlib.contextmanager
@@ -153,7 +156,7 @@ def saved_beside(folder: str, mode: str, mix: str) -> tuple[dict[str, str], dict
     told: list[list[Any]] = [[], []]
     expected: dict[str, str] = {}
     for saves in (False, True):
-        model, optimizer = made(4, mix, order="late")
+        model, optimizer = made(dist.get_world_size(), mix, order="late")
         saver = api.Saver(Path(folder), mode=mode, group=dist.group.WORLD)  # type: ignore[arg-type]
         with slow_reads(0.002):
             for step in range(5):
@@ -170,7 +173,7 @@ def saved_beside(folder: str, mode: str, mix: str) -> tuple[dict[str, str], dict
             path = saver.finish()
         saver.close()
     assert path is not None
-    model, optimizer = made(4, "device")
+    model, optimizer = made(dist.get_world_size(), "device")
     api.restore(path, model, optimizer, group=dist.group.WORLD)
     return expected, snapshot(model, optimizer), told[0], told[1]
 
@@ -218,7 +221,7 @@ def run_of(folder: str, mode: str | None) -> Any:
     words = [f"checkpoint.save={folder}", f"checkpoint.load={folder}"]
     words += [] if mode is None else ["checkpoint.async_save=true", f"checkpoint.async_save_mode={mode}"]
     config = apply_overrides(recipes.load("qwen3_moe_tiny_pretrain_config"), words)
-    model, optimizer = made(4, "mixed")
+    model, optimizer = made(dist.get_world_size(), "mixed")
     return SimpleNamespace(
         recipe="tiny",
         config=config,
@@ -240,7 +243,7 @@ def draws() -> tuple[Any, ...]:
 
 
 def resumed_run(folder: str, mode: str | None) -> tuple[bool, bool, int]:
-    """Save a run on four ranks, each with random numbers of its own; whether state and random numbers go on."""
+    """Save a run on all ranks, each with random numbers of its own; whether state and random numbers go on."""
     run, rank = run_of(folder, mode), dist.get_rank()
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(100 + rank)

@@ -45,8 +45,8 @@ def parts_of(count: int, **options: Any) -> list[Any]:
     made: list[Any] = [Part([0, 1], True, True)] if count == 1 else [Part([0], True, False), Part([1], False, True)]
     for part in made:
         for layer in part.layers.values():
-            fully_shard(layer, mesh=mesh_of("four"), **options)
-        fully_shard(part, mesh=mesh_of("four"), **options)
+            fully_shard(layer, mesh=mesh_of("all"), **options)
+        fully_shard(part, mesh=mesh_of("all"), **options)
     return made
 
 

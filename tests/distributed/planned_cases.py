@@ -99,7 +99,7 @@ def net_plan(ranks: int, turn: int = 0) -> PlanFile:
 
 def net_by_plan(plan: str | None, dtype: str = "bf16") -> dict[str, Any]:
     """Three steps of the network, sharded over all ranks; where its state is."""
-    model: Any = sharded("four", dtype)
+    model: Any = sharded("all", dtype)
     made = None if plan is None else PlanFile.from_json(plan)
     optimizer = adamw(model, "device", "late", plan=made)
     run = None if made is None else hostward.attach(model, optimizer, plan=made)
@@ -127,7 +127,7 @@ def net_refused(mesh: str, plan: str, what: str, *, resharded: bool = True) -> s
 def columns_refused(plan: str) -> str:
     """The same of a network that is divided by columns."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 4, bias=False))
-    fully_shard(model, mesh=mesh_of("four"), shard_placement_fn=lambda _: Shard(1))
+    fully_shard(model, mesh=mesh_of("all"), shard_placement_fn=lambda _: Shard(1))
     try:
         adamw(model, plan=PlanFile.from_json(plan))
     except HostwardError as error:

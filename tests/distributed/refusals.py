@@ -40,14 +40,14 @@ def _both_offload() -> None:
 def _sharded_afterwards() -> None:
     model: Any = Net()
     optimizer = adamw(model)
-    fully_shard(model, mesh=mesh_of("four"))
+    fully_shard(model, mesh=mesh_of("all"))
     loss_of(model, 0).backward()
     optimizer.step()
 
 
 def _half_sharded() -> None:
     model = Net()
-    fully_shard(model.blocks[0], mesh=mesh_of("four"))
+    fully_shard(model.blocks[0], mesh=mesh_of("all"))
     adamw(model)
 
 
@@ -59,7 +59,7 @@ def _two_meshes() -> None:
     model = Net()
     for block in model.blocks:
         fully_shard(block, mesh=mesh_of("pairs"))
-    fully_shard(model, mesh=mesh_of("four"))
+    fully_shard(model, mesh=mesh_of("all"))
     adamw(model)
 
 
@@ -90,7 +90,7 @@ def _clipped_after_they_left() -> None:
 
 def _state_of_another_mesh() -> None:
     optimizer = adamw(sharded(mesh="hybrid"))
-    adamw(sharded(mesh="four")).load_state_dict(optimizer.state_dict())
+    adamw(sharded(mesh="all")).load_state_dict(optimizer.state_dict())
 
 
 def _weights_away_beside_their_policy() -> None:
@@ -113,7 +113,7 @@ def _replaced_by_loading() -> None:
 def _weights_away_of_matrices() -> None:
     model: Any = Net()
     for block in model.blocks:
-        parallelize_module(block, mesh_of("four"), {"up": ColwiseParallel()})
+        parallelize_module(block, mesh_of("all"), {"up": ColwiseParallel()})
     hostward.attach(model, weights=2, backend=SimulatedBackend(threads=1))
 
 

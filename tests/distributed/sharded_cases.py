@@ -47,10 +47,11 @@ SEVERAL_BUCKETS = 257
 
 @functools.cache
 def mesh_of(name: str) -> DeviceMesh:
-    """A mesh over all four ranks, or the rank's own row of one."""
-    if name == "four":
-        return init_device_mesh("cpu", (4,))
-    grid = init_device_mesh("cpu", (4, 1) if name == "alone" else (2, 2), mesh_dim_names=("copy", "shard"))
+    """A mesh over all ranks, or the rank's own row of one. "pairs" and "hybrid" are of four ranks."""
+    if name == "all":
+        return init_device_mesh("cpu", (dist.get_world_size(),))
+    rows = (dist.get_world_size(), 1) if name == "alone" else (2, 2)
+    grid = init_device_mesh("cpu", rows, mesh_dim_names=("copy", "shard"))
     return grid if name == "hybrid" else grid["shard"]
 
 
@@ -87,7 +88,7 @@ class Net(torch.nn.Module):
 
 
 def sharded(
-    mesh: str = "four",
+    mesh: str = "all",
     dtype: str = "fp32",
     *,
     width: int = WIDTH,
@@ -247,7 +248,7 @@ def gradients_that_wait(mix: str, microbatches: int = 1) -> dict[str, list[tuple
     """By layer, of each bucket: where it is placed, and of its gradients that are on the device after backward whether
     their memory is their own.
     """
-    model = sharded("pairs", "bf16", width=SEVERAL_BUCKETS)
+    model = sharded(dtype="bf16", width=SEVERAL_BUCKETS)
     optimizer = adamw(model, mix)
     backward(model, optimizer, 0, microbatches, sync=True, context=True, always_last=False)
     found: dict[str, list[tuple[str, list[bool]]]] = {}
@@ -373,7 +374,7 @@ def scaled(mix: str = "device", *, context: bool = True, network: Mapping[str, A
         optimizer.zero_grad()
         with optimizer.accumulate(last=True) if context else nullcontext():
             loss = scaler.scale(loss_of(model, step))
-            (loss * float("inf") if step == 1 and torch.distributed.get_rank() == 3 else loss).backward()
+            (loss * float("inf") if step == 1 and dist.get_rank() == dist.get_world_size() - 1 else loss).backward()
         scaler.step(optimizer)
         scaler.update()
         told.append((optimizer.grad_norm.hex(), optimizer.last_step_skipped, scaler.get_scale()))
@@ -415,8 +416,8 @@ def tiny(mix: str = "device", order: str = "late") -> dict[str, Any]:
     """Training of a model of which one rank has nothing; a parameter is added, also of three rows, after two steps."""
     model: Any = Tiny()
     model.later = torch.nn.Linear(WIDTH, 3, bias=False)
-    fully_shard(model.later, mesh=mesh_of("four"))
-    fully_shard(model, mesh=mesh_of("four"))
+    fully_shard(model.later, mesh=mesh_of("all"))
+    fully_shard(model, mesh=mesh_of("all"))
     first = [(name, p) for name, p in model.named_parameters() if not name.startswith("later")]
     optimizer = adamw(first, mix, order, module=model)  # type: ignore[arg-type]
     told = []
@@ -483,7 +484,7 @@ def held_gathers() -> tuple[list[int], list[int], list[int]]:
 
 def placed_where_one_rank_has_less() -> str:
     """The kind of the error that this rank gets."""
-    memory = "1KiB" if dist.get_rank() == 3 else "1GiB"
+    memory = "1KiB" if dist.get_rank() == dist.get_world_size() - 1 else "1GiB"
     try:
         hostward.AdamW(
             sharded(), lr=1e-2, offload_fraction="auto", device_memory=memory, backend=SimulatedBackend(threads=1)
@@ -494,7 +495,7 @@ def placed_where_one_rank_has_less() -> str:
 
 
 class Wide(torch.nn.Module):
-    """Several buckets on each of four ranks; its inner part is gathered and reduced by itself."""
+    """Several buckets on each rank; its inner part is gathered and reduced by itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -511,7 +512,7 @@ def nested(fraction: float = 0.0, gradients: str | None = None) -> dict[str, Any
     torch.manual_seed(0)
     model = torch.nn.Sequential(Wide(), Wide()).to(torch.bfloat16)
     for part in (model[0].inner, model[0], model[1].inner, model[1], model):
-        fully_shard(part, mesh=mesh_of("four"))
+        fully_shard(part, mesh=mesh_of("all"))
     told: dict[str, Any] = {"offload_fraction": fraction, "gradients": gradients, "grad_dtype": torch.float32}
     backend = SimulatedBackend(threads=1)
     optimizer = hostward.AdamW(model, lr=1e-2, max_grad_norm=0.05, backend=backend, streamed_fraction=0.0, **told)

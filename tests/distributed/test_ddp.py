@@ -19,15 +19,15 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_accumulate_has_the_bits_of_a_loop_without_it(world: World, way: str) -> None:
-    expected = world.run("ddp_cases.trained", mix="device", context=False, **WAYS[way])
+def test_accumulate_has_the_bits_of_a_loop_without_it(pair: World, way: str) -> None:
+    expected = pair.run("ddp_cases.trained", mix="device", context=False, **WAYS[way])
     assert len({tuple(rank.items()) for rank in expected}) == 1
     for mix in ("host", "streamed", "device"):
-        assert world.run("ddp_cases.trained", mix=mix, context=True, **WAYS[way]) == expected
-    assert world.run("ddp_cases.trained", mix="host", context=False, **WAYS[way]) == expected
+        assert pair.run("ddp_cases.trained", mix=mix, context=True, **WAYS[way]) == expected
+    assert pair.run("ddp_cases.trained", mix="host", context=False, **WAYS[way]) == expected
 
 
 @pytest.mark.parametrize("context", [False, True])
-def test_gradients_on_the_host_are_refused_by_name(world: World, context: bool) -> None:
-    for told in world.run("ddp_cases.refused", context=context):
+def test_gradients_on_the_host_are_refused_by_name(pair: World, context: bool) -> None:
+    for told in pair.run("ddp_cases.refused", context=context):
         assert told.startswith('gradients="host" of a model that is wrapped in DistributedDataParallel')

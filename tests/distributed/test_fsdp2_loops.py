@@ -18,35 +18,35 @@ def run(world: World, name: str, **options: Any) -> list[Any]:
     return world.run(f"fsdp2_loop_cases.{name}", **options)
 
 
-def test_the_bits_of_fraction_0(world: World) -> None:
+def test_the_bits_of_fraction_0(pair: World) -> None:
     """Of two parts, with gradients taken in backward and one norm."""
-    expected = run(world, "bits", fraction=0.0, order="eager", parts=2)
-    assert run(world, "bits", fraction=0.5, order="late", parts=2) == expected
-    assert run(world, "bits", fraction=1.0, order="late", parts=2) == expected
+    expected = run(pair, "bits", fraction=0.0, order="eager", parts=2)
+    assert run(pair, "bits", fraction=0.5, order="late", parts=2) == expected
+    assert run(pair, "bits", fraction=1.0, order="late", parts=2) == expected
     assert len({found["told"][1] for found in expected}) == 1
     assert any(expected[0]["left"])
 
 
-def test_a_loop_that_clips_by_itself(world: World) -> None:
+def test_a_loop_that_clips_by_itself(pair: World) -> None:
     """Nothing but the builder was changed."""
-    expected = run(world, "bits", fraction=0.0, order="eager", clips=True)
-    assert run(world, "bits", fraction=1.0, order="late", clips=True) == expected
+    expected = run(pair, "bits", fraction=0.0, order="eager", clips=True)
+    assert run(pair, "bits", fraction=1.0, order="late", clips=True) == expected
     assert not any(expected[0]["left"])
 
 
-def test_nearly_the_numbers_of_torch(world: World) -> None:
-    run(world, "close_to_torch")
+def test_nearly_the_numbers_of_torch(pair: World) -> None:
+    run(pair, "close_to_torch")
 
 
 @pytest.mark.parametrize("before", ["hostward", "torch"])
-def test_checkpoints(world: World, tmp_path: Path, before: str) -> None:
+def test_checkpoints(pair: World, tmp_path: Path, before: str) -> None:
     """Of hostward at another fraction, and of torch's AdamW, with which training goes on nearly as it would have."""
-    for whole, again in run(world, "saved_and_loaded", folder=str(tmp_path), before=before):
+    for whole, again in run(pair, "saved_and_loaded", folder=str(tmp_path), before=before):
         assert whole == again
 
 
-def test_in_place_of_cpu_offload_policy(world: World) -> None:
-    assert all(reloaded > 0 for reloaded in run(world, "in_place_of_cpu_offload_policy"))
+def test_in_place_of_cpu_offload_policy(pair: World) -> None:
+    assert all(reloaded > 0 for reloaded in run(pair, "in_place_of_cpu_offload_policy"))
 
 
 def net(width: int = 8) -> torch.nn.Module:

@@ -6,15 +6,18 @@ import pytest
 from sharded_cases import given
 from world import World
 
-MESHES = {"alone": {"mesh": "alone"}, "two": {"mesh": "pairs"}, "four": {"mesh": "four"}, "hybrid": {"mesh": "hybrid"}}
+MESHES = {"one": ("pair", "alone"), "two": ("pair", "all"), "four": ("world", "all"), "hybrid": ("world", "hybrid")}
 
 
 @pytest.mark.parametrize("mix", ["device", "mixed"])
-@pytest.mark.parametrize("mesh", MESHES)
-def test_norm_and_steps_of_given_gradients_are_those_of_one_process(world: World, mesh: str, mix: str) -> None:
-    expected = given("device")
-    found = world.run("sharded_cases.given", mix=mix, network=MESHES[mesh])
-    assert found == [expected] * 4
+@pytest.mark.parametrize("case", MESHES)
+def test_norm_and_steps_of_given_gradients_are_those_of_one_process(
+    request: pytest.FixtureRequest, case: str, mix: str
+) -> None:
+    ranks, mesh = MESHES[case]
+    stepped: World = request.getfixturevalue(ranks)
+    found = stepped.run("sharded_cases.given", mix=mix, network={"mesh": mesh})
+    assert found == [given("device")] * stepped.size
 
 
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(world: World) -> None:
@@ -26,9 +29,9 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(world: 
 
 
 @pytest.mark.parametrize("context", [True, False], ids=["taken in backward", "taken at the step"])
-def test_a_gradient_scaler_sees_the_same_on_every_rank(world: World, context: bool) -> None:
-    expected = world.run("sharded_cases.scaled", context=False)
-    found = world.run("sharded_cases.scaled", mix="mixed", context=context)
+def test_a_gradient_scaler_sees_the_same_on_every_rank(pair: World, context: bool) -> None:
+    expected = pair.run("sharded_cases.scaled", context=False)
+    found = pair.run("sharded_cases.scaled", mix="mixed", context=context)
     assert found == expected
     assert [skipped for _, skipped, _ in found[0]["told"]] == [False, True, False, False]
     assert [scale for _, _, scale in found[0]["told"]] == [1024.0, 512.0, 512.0, 1024.0]

@@ -44,8 +44,8 @@ def test_it_is_refused_on_every_rank(world: World, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "mesh", "ranks", "first", "then"),
     [
-        ("stepped on the device", "four", [0, 1, 2], "ConfigError: rank 0{} and 2 more: weight 'blocks.0.three'", ""),
-        ("modules", "four", [2], "ConfigError: rank 2{}: no layer has a module 'upp'", "did you mean up"),
+        ("stepped on the device", "all", [0, 1, 2], "ConfigError: rank 0{} and 2 more: weight 'blocks.0.three'", ""),
+        ("modules", "all", [2], "ConfigError: rank 2{}: no layer has a module 'upp'", "did you mean up"),
         ("modules", "hybrid", [2], "ConfigError: rank 2{}: no layer has a module 'upp'", "did you mean up"),
         ("host memory", "hybrid", [1, 3], "MemoryLimitError: rank 1{} and 1 more: the host is full", "free memory"),
     ],

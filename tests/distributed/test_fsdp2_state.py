@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from sharded_cases import given
 from world import World
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_state_goes_on_bit_for_bit_at_another_placement(world: World, dtype: str) -> None:
-    for expected, found in world.run("sharded_cases.resumed", mix="mixed", other="host", dtype=dtype):
+def test_a_state_goes_on_bit_for_bit_at_another_placement(pair: World, dtype: str) -> None:
+    for expected, found in pair.run("sharded_cases.resumed", mix="mixed", other="host", dtype=dtype):
         assert found == expected
 
 
-@pytest.mark.parametrize("mesh", ["four", "pairs", "alone", "hybrid"])
-def test_a_distributed_checkpoint_loads_at_any_number_of_ranks(world: World, tmp_path: Path, mesh: str) -> None:
-    folder = str(tmp_path / "saved")
-    world.run("sharded_cases.given", mix="mixed", steps=(0, 1), network={"mesh": "four"}, save=folder)
-    found = world.run("sharded_cases.given", mix="host", steps=(2,), network={"mesh": mesh}, load=folder)
+@pytest.fixture(scope="module")
+def saved(world: World, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A distributed checkpoint of four ranks, after two steps."""
+    folder = str(tmp_path_factory.mktemp("state") / "saved")
+    world.run("sharded_cases.given", mix="mixed", steps=(0, 1), network={}, save=folder)
+    return folder
+
+
+@pytest.mark.parametrize(("ranks", "mesh"), [("world", "all"), ("world", "hybrid"), ("pair", "all"), ("pair", "alone")])
+def test_a_distributed_checkpoint_loads_at_any_number_of_ranks(
+    saved: str, request: pytest.FixtureRequest, ranks: str, mesh: str
+) -> None:
+    loads: World = request.getfixturevalue(ranks)
+    found = loads.run("sharded_cases.given", mix="host", steps=(2,), network={"mesh": mesh}, load=saved)
     expected = given("device")
-    assert [rank["bits"] for rank in found] == [expected["bits"]] * 4
-    assert [rank["told"] for rank in found] == [expected["told"][2:]] * 4
+    assert [rank["bits"] for rank in found] == [expected["bits"]] * loads.size
+    assert [rank["told"] for rank in found] == [expected["told"][2:]] * loads.size
 
 
-@pytest.mark.parametrize("mesh", ["four", "hybrid"])
-def test_a_state_of_one_process_loads_into_shards(world: World, mesh: str) -> None:
-    for found in world.run("sharded_cases.loaded_whole", mesh=mesh):
+def test_a_state_of_one_process_loads_into_shards(world: World) -> None:
+    for found in world.run("sharded_cases.loaded_whole", mesh="hybrid"):
         assert set(found.values()) == {""}

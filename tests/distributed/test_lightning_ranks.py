@@ -17,9 +17,9 @@ pytest.importorskip("lightning")
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp2", "fabric"])
-def test_ranks_train_as_with_torch_and_to_the_same_bits(world: World, way: str) -> None:
+def test_ranks_train_as_with_torch_and_to_the_same_bits(pair: World, way: str) -> None:
     def run(fraction: float | None) -> list[Any]:
-        return world.run("lightning_cases.trained", way=way, fraction=fraction)
+        return pair.run("lightning_cases.trained", way=way, fraction=fraction)
 
     theirs, none, everything = run(None), run(0.0), run(1.0)
     for (weights, losses, left, _), alone, plain in zip(everything, none, theirs, strict=True):

@@ -32,15 +32,19 @@ PLACED = {
     "serial": [*HALF, "optimizer.overlap_cpu_optimizer_d2h_h2d=False"],
     "weights leave": [*HOST, *AWAY, "model.cpu_offloading_num_layers=1"],
 }
-BATCH, TWICE = "train.global_batch_size=4", "train.global_batch_size=8"
-"""As many microbatches as the longest pipeline has stages, and twice as many, as in `test_pipelines.py`."""
+STAGES = "model.pipeline_model_parallel_size=2"
+HALF_BATCH, BATCH, TWICE = (f"train.global_batch_size={n}" for n in (2, 4, 8))
+"""As many microbatches as two stages are, on one rank each, or two; and as four are: as in `test_pipelines.py`."""
+PAIR = ["model.num_layers=4", STAGES, HALF_BATCH]
+"""A stage on each of two ranks."""
 FOUR = ["model.num_layers=8", "model.pipeline_model_parallel_size=4", BATCH]
-"""A stage on each rank."""
-TWO = ["model.num_layers=4", "model.pipeline_model_parallel_size=2"]
+"""A stage on each of four ranks: two have no part of the weight."""
+TWO = ["model.num_layers=4", STAGES, BATCH]
 """Two stages, on two ranks each."""
 TURNS = "model.virtual_pipeline_model_parallel_size=2"
 BF16 = "model.params_dtype=bf16"
 LAYOUTS = {
+    "two": PAIR,
     "four": FOUR,
     "four, in turns": [*FOUR, TURNS, TWICE, BF16],
     "divided": [*TWO, BF16],
@@ -50,7 +54,7 @@ LAYOUTS = {
         *TWO,
         "model.tensor_model_parallel_size=2",
         "model.sequence_parallel=true",
-        BATCH,
+        HALF_BATCH,
     ],
 }
 
@@ -61,9 +65,14 @@ def config_of(words: list[str]) -> Config:
 
 
 @pytest.fixture(scope="module")
-def trained(world: World) -> Any:
-    """Runs on four ranks, by their words."""
-    return functools.cache(lambda *words: world.run("train_cases.train", words=list(words), recipe=LLAMA))
+def trained(pair: World, world: World) -> Any:
+    """Runs by their words, on four ranks where `four`, otherwise on two."""
+
+    @functools.cache
+    def run(*words: str, four: bool = False) -> list[Any]:
+        return (world if four else pair).run("train_cases.train", words=list(words), recipe=LLAMA)
+
+    return run
 
 
 def require_same_ends(ranks: list[Any]) -> None:
@@ -83,7 +92,7 @@ def joined(ranks: list[Any]) -> dict[str, str]:
 
 
 AT = {
-    "four": ("host", "weights leave"),
+    "two": ("host", "weights leave"),
     "four, in turns": ("mixed", "serial"),
     "divided": ("serial",),
     "divided, in turns": ("host",),
@@ -93,16 +102,16 @@ AT = {
 """Placements of a layout: each at a stage of its own and at a divided one."""
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", AT)
 def test_both_ends_step_one_weight_with_the_same_bits_at_every_placement(trained: Any, layout: str) -> None:
     """Losses, norms, weights and state, clipped. Seen red: gradients of the ends not added up; on the first end alone;
     both leaving in backward, as they are made or when the last one ends.
     """
-    words = LAYOUTS[layout]
-    expected = trained(*words)
+    words, four = LAYOUTS[layout], layout != "two"
+    expected = trained(*words, four=four)
     require_same_ends(expected)
     for placed in AT[layout]:
-        found = trained(*words, *PLACED[placed])
+        found = trained(*words, *PLACED[placed], four=four)
         for mine, reference in zip(found, expected, strict=True):
             assert mine["told"] == reference["told"] == expected[0]["told"], placed
             assert mine["bits"] == reference["bits"], placed
@@ -140,7 +149,7 @@ def test_a_step_has_the_gradients_and_the_norm_of_one_process(trained: Any, worl
         assert norms[0] == expected_norm
     one = setup.prepare(LLAMA, config_of(words))
     loop.train(one)
-    told = trained(*words)[0]["told"]
+    told = trained(*words, four=True)[0]["told"]
     assert told[1][0] == pytest.approx(one.grad_norms[0], rel=1e-6)
     assert told[1] == pytest.approx(one.grad_norms, rel=1e-4)
     assert told[0] == pytest.approx(one.losses, rel=1e-5)
@@ -179,42 +188,40 @@ def test_an_overflow_lowers_the_scale_of_all(world: World, placed: str) -> None:
 
 
 def test_a_saved_pipeline_goes_on_and_every_layout_loads_it(trained: Any, tmp_path: Path) -> None:
-    """Bit for bit on four stages, from a save beside training; then by two stages in turns on two ranks each, and what
+    """Bit for bit on two stages, from a save beside training; then by two stages in turns on two ranks each, and what
     these save by one process. Seen red: the name of the weight twice in the saved groups.
     """
     first, second = tmp_path / "first", tmp_path / "second"
     placed = [*HALF, "train.train_iters=3"]
-    straight = trained(*FOUR, *placed)
+    straight = trained(*TWO, *placed)
     beside = ["checkpoint.async_save=True", "checkpoint.async_save_mode=snapshot"]
-    trained(*FOUR, *placed, *beside, f"checkpoint.save={first}", "train.train_iters=2")
-    resumed = trained(*FOUR, *placed, f"checkpoint.save={first}", f"checkpoint.load={first}")
+    trained(*TWO, *placed, *beside, f"checkpoint.save={first}", "train.train_iters=2")
+    resumed = trained(*TWO, *placed, f"checkpoint.save={first}", f"checkpoint.load={first}")
     for before, after in zip(straight, resumed, strict=True):
         assert after["bits"] == before["bits"]
         assert after["told"][0] == before["told"][0][2:]
-    words = [FOUR[0], *TWO[1:], BATCH, TURNS, *HOST, "train.train_iters=3"]
-    require_same_ends(trained(*words, f"checkpoint.load={first}", f"checkpoint.save={second}"))
+    words = [*TWO, TURNS, *HOST, "train.train_iters=3"]
+    require_same_ends(trained(*words, f"checkpoint.load={first}", f"checkpoint.save={second}", four=True))
     for folder in (first, second):
         run = setup.prepare(
-            LLAMA, small(FOUR[0], BATCH, f"checkpoint.load={folder}", "train.train_iters=4", recipe=LLAMA)
+            LLAMA, small(TWO[0], BATCH, f"checkpoint.load={folder}", "train.train_iters=4", recipe=LLAMA)
         )
         assert run.iteration == 3
         assert snapshot(run.model, run.optimizer) == joined(straight)
 
 
 def test_stages_load_what_one_process_saved(trained: Any, tmp_path: Path) -> None:
-    whole = setup.prepare(
-        LLAMA, small(FOUR[0], BATCH, "train.train_iters=2", f"checkpoint.save={tmp_path}", recipe=LLAMA)
-    )
+    whole = setup.prepare(LLAMA, small(*PAIR[::2], "train.train_iters=2", f"checkpoint.save={tmp_path}", recipe=LLAMA))
     loop.train(whole)
-    found = trained(*FOUR, *STREAMED, "train.train_iters=2", f"checkpoint.load={tmp_path}")
+    found = trained(*PAIR, *STREAMED, "train.train_iters=2", f"checkpoint.load={tmp_path}")
     assert joined(found) == snapshot(whole.model, whole.optimizer)
 
 
-def test_a_gradient_of_one_stage_alone_is_not_stepped(world: World) -> None:
+def test_a_gradient_of_one_stage_alone_is_not_stepped(pair: World) -> None:
     """Nor added up twice. Seen red: each of these checks left out."""
     alone = "ModelError: the gradient of 'weight' is that of one stage alone"
     twice = "ModelError: a backward after the gradient of 'weight' was added up over stages"
-    (said,) = {tuple(of) for of in world.run("pipeline_cases.tied_misused")}
+    (said,) = {tuple(of) for of in pair.run("pipeline_cases.tied_misused")}
     assert said == (
         *[alone, twice, "no error", "no error"] * 2,
         "ModelError: tied='wait' is no parameter of this optimizer",

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from planned_cases import LAYERS, choice_of, net_inventory, net_plan, plan, workload
-from train_cases import LLAMA, MOE, QWEN3, SIZES, SMALL
-from world import SIZE, World, commands
+from train_cases import BATCH, LLAMA, MOE, QWEN3, SIZES, SMALL
+from world import World, commands
 
 from hostward.core.inventory import SPLIT_ELEMENTS
 from hostward.core.placement import Placement
@@ -24,6 +24,10 @@ from hostward.plan.memory_model import LOAD
 from hostward.plan.plan_file import PlanFile
 from hostward.plan.rank_partition import required_of
 
+SIZE = 4
+"""Ranks of `world`."""
+ONE = "train.global_batch_size=2"
+"""A microbatch on each of two ranks."""
 BF16, IN_FP32 = "model.params_dtype=bf16", "ddp.grad_reduce_in_fp32=True"
 STAY = (Keep.KEEP, Keep.KEEP)
 
@@ -34,9 +38,9 @@ EVEN = {
     "the root owns the embedding": (LLAMA, ("model.vocab_size=8192", *LONG), (Keep.OFFLOAD, Keep.KEEP), {}),
     "recomputed": (QWEN3, (BF16,), (Keep.RECOMPUTE, Keep.RECOMPUTE), {}),
     "norms again, sums on the host": (QWEN3, (BF16,), (Keep.ELEMENTWISE,) * 2, {"gradients_on_host": True}),
-    "reduced in float32": (QWEN3, (BF16, IN_FP32, "train.global_batch_size=4"), STAY, {}),
+    "reduced in float32": (QWEN3, (BF16, IN_FP32, ONE), STAY, {}),
     "reduced in float32, sums on the host": (QWEN3, (BF16, IN_FP32), STAY, {"gradients_on_host": True}),
-    "one microbatch, fp32": (MOE, ("train.global_batch_size=4",), STAY, {"staging_bytes": 1}),
+    "one microbatch, fp32": (MOE, (ONE,), STAY, {"staging_bytes": 1}),
 }
 UNEVEN = {
     "odd sizes": (QWEN3, (BF16, "model.vocab_size=4099", "model.ffn_hidden_size=97"), STAY, {}),
@@ -51,19 +55,24 @@ def net_alone(world: World) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def trained(world: World) -> Any:
-    """Runs on four ranks, by their words and the text of their plan."""
+def trained(pair: World, world: World) -> Any:
+    """Runs by their words and the text of their plan, with two microbatches on each of two ranks unless these say
+    otherwise, or on so many.
+    """
 
-    def run(recipe: str, words: tuple[str, ...], text: str | None = None) -> list[Any]:
-        return world.run("train_cases.train", words=list(words), recipe=recipe, plan=text)
+    @functools.cache
+    def run(recipe: str, words: tuple[str, ...], text: str | None = None, ranks: int = 2) -> list[Any]:
+        on = world if ranks == SIZE else pair
+        return on.run("train_cases.train", words=[BATCH, *words], recipe=recipe, plan=text)
 
-    return functools.cache(run)
+    return run
 
 
 @pytest.mark.parametrize("case", [*EVEN, *UNEVEN])
 def test_a_run_by_a_plan_has_the_bits_of_one_without_and_the_bytes_of_the_plan(trained: Any, case: str) -> None:
     recipe, words, keeps, options = (EVEN | UNEVEN)[case]
-    of = workload(words, recipe, SIZE)
+    size = SIZE if case == "a rank without experts" else 2
+    of = workload((BATCH, *words), recipe, size)
     made = plan(of, choice_of(of, keeps, **options))
     needs = required_of(of)(of, made.choice(of)).phase(LOAD)
     planned = dict.fromkeys(Placement, 0)
@@ -76,8 +85,8 @@ def test_a_run_by_a_plan_has_the_bits_of_one_without_and_the_bytes_of_the_plan(t
         )
         for where in Placement
     }
-    ranks = trained(recipe, words, made.to_json())
-    for rank, (found, expected) in enumerate(zip(ranks, trained(recipe, words), strict=True)):
+    ranks, without = trained(recipe, words, made.to_json(), ranks=size), trained(recipe, words, ranks=size)
+    for rank, (found, expected) in enumerate(zip(ranks, without, strict=True)):
         assert found["told"] == expected["told"]
         assert found["bits"] == expected["bits"]
         assert (found["left_bytes"] > 0) == (Keep.OFFLOAD in keeps)
@@ -99,7 +108,7 @@ def test_a_run_by_a_plan_has_the_bits_of_one_without_and_the_bytes_of_the_plan(t
 def test_weights_leave_by_a_plan(trained: Any, strategy: str) -> None:
     plainly = (BF16, "model.num_layers=4")
     words = (*plainly, f"ddp.data_parallel_sharding_strategy={strategy}")
-    of = workload(words, QWEN3, SIZE)
+    of = workload((BATCH, *words), QWEN3, 2)
     names = [layer.name for layer in of.repeated]
     placements = tuple(Placement.HOST if b.layer in names else Placement.STREAMED for b in of.inventory.buckets)
     made = plan(of, Choice(placements, (Keep.KEEP,) * 4, frozenset(names[:3])))
@@ -114,11 +123,11 @@ def test_weights_leave_by_a_plan(trained: Any, strategy: str) -> None:
 def test_what_the_root_owns_is_placed_by_its_name(trained: Any) -> None:
     """It is used first, and stands in the plan where the model has it."""
     recipe, words, keeps, _ = EVEN["the root owns the embedding"]
-    of = workload(words, recipe, SIZE)
+    of = workload((BATCH, *words), recipe, 2)
     made = plan(of, choice_of(of, keeps))
     rows = sorted((row.layer, row.placement.value) for row in made.buckets)
     assert made.buckets[-1].layer == "model.norm"
-    for found in trained(recipe, words, made.to_json()):
+    for found in trained(recipe, words, made.to_json(), ranks=2):
         assert found["state"]["layers"] == ["model.embed_tokens", "model.norm", *LAYERS]
         assert found["state"]["placed"] == rows
 
@@ -146,8 +155,8 @@ def test_a_loop_of_ones_own_by_a_plan_whose_root_owns_embedding_and_head(
 @pytest.mark.parametrize(
     ("mesh", "ranks", "told"),
     [
-        ("four", 2, "the plan shards the model among 2 GPUs, and here it is 4"),
-        ("four", 1, "the plan shards the model among 1 GPUs, and here it is 4"),
+        ("all", 2, "the plan shards the model among 2 GPUs, and here it is 4"),
+        ("all", 1, "the plan shards the model among 1 GPUs, and here it is 4"),
         ("whole", 4, "the plan shards the model among 4 GPUs, and here it is 1"),
         ("hybrid", 2, "the plan shards the model among 2 GPUs, and here it is 4"),
         ("hybrid", 4, "the plan divides parameters by rows among 4 GPUs, and parameter 'scale' is divided otherwise"),
@@ -162,9 +171,9 @@ def test_a_plan_for_layers_that_are_whole_one_at_a_time_is_refused_where_they_st
     made = net_plan(SIZE)
     text = replace(made, workload=replace(made.workload, resharded=True)).to_json()
     told = "ConfigError: the plan is for layers that are unsharded only while they run"
-    for found in world.run("planned_cases.net_refused", mesh="four", plan=text, what="attach", resharded=False):
+    for found in world.run("planned_cases.net_refused", mesh="all", plan=text, what="attach", resharded=False):
         assert found.startswith(told)
-    for found in world.run("planned_cases.net_refused", mesh="four", plan=text, what="attach"):
+    for found in world.run("planned_cases.net_refused", mesh="all", plan=text, what="attach"):
         assert found == "no error"
 
 

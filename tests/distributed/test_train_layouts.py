@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from train_cases import LLAMA, MOE, QWEN3, gradients, norm_of_given_gradients, small
+from train_cases import BATCH, LLAMA, MOE, QWEN3, gradients, norm_of_given_gradients, small
 from world import World
 
 from hostward.trainer import loop, setup
@@ -18,9 +18,14 @@ STREAMED = ["optimizer.offload_optimizer_states=True"]
 
 
 @pytest.fixture(scope="module")
-def trained(world: World) -> Any:
-    """Runs on four ranks, by their words."""
-    return functools.cache(lambda *words, recipe=MOE: world.run("train_cases.train", words=list(words), recipe=recipe))
+def trained(pair: World, world: World) -> Any:
+    """Runs by their words, on four ranks where `four`, otherwise on two."""
+
+    @functools.cache
+    def run(*words: str, recipe: str = MOE, four: bool) -> list[Any]:
+        return (world if four else pair).run("train_cases.train", words=list(words), recipe=recipe)
+
+    return run
 
 
 # -------------------------------------------------------------------- experts divided over ranks
@@ -30,8 +35,8 @@ TWO, FOUR = "model.expert_model_parallel_size=2", "model.expert_model_parallel_s
 
 @pytest.mark.parametrize("experts", [TWO, FOUR])
 def test_experts_over_ranks_give_the_gradients_of_one_process(world: World, experts: str) -> None:
-    expected = gradients(small())
-    for found in world.run("train_cases.gradients_of", words=[experts]):
+    expected = gradients(small(BATCH))
+    for found in world.run("train_cases.gradients_of", words=[experts, BATCH]):
         assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
         for name, gradient in expected["gradients"].items():
             np.testing.assert_allclose(found["gradients"][name], gradient, rtol=1e-4, atol=1e-6, err_msg=name)
@@ -60,7 +65,7 @@ def test_experts_over_ranks_have_the_same_bits_at_every_placement(
     trained: Any, experts: str, placed: list[str], batch: int
 ) -> None:
     words = (experts, f"train.global_batch_size={batch}")
-    for found, expected in zip(trained(*words, *placed), trained(*words), strict=True):
+    for found, expected in zip(trained(*words, *placed, four=True), trained(*words, four=True), strict=True):
         assert found["told"] == expected["told"]
         assert found["bits"] == expected["bits"]
         assert found["offloaded_bytes"] > 0
@@ -72,8 +77,8 @@ SHARED = "model.tensor_model_parallel_size=2"
 
 
 SEQUENCES = (SHARED, "model.sequence_parallel=true")
-BATCH = "train.global_batch_size=4"
-"""Two microbatches on each of two groups of ranks that share matrices."""
+ONE = "train.global_batch_size=2"
+"""A microbatch in each of two groups of ranks that share matrices, two in one such group."""
 BALANCED = "model.moe_aux_loss_coeff=1"
 """A loss of what routers say of all tokens of a microbatch that is not lost beside the other."""
 MATRICES = {
@@ -90,13 +95,17 @@ MATRICES = {
 }
 
 
+ON_TWO = ("dense", "sequences")
+
+
 @pytest.mark.parametrize("case", MATRICES)
-def test_matrices_over_ranks_give_the_gradients_of_one_process(world: World, case: str) -> None:
+def test_matrices_over_ranks_give_the_gradients_of_one_process(pair: World, world: World, case: str) -> None:
     """Two or all ranks share matrices, and groups of them the batch."""
     recipe, words = MATRICES[case]
-    words = (*words, BATCH)
+    words = (*words, BATCH if FOUR in words else ONE)
     expected = gradients(small(*[word for word in words if "parallel" not in word], recipe=recipe), recipe)
-    for found in world.run("train_cases.gradients_of", words=list(words), recipe=recipe):
+    ranks = pair if case in ON_TWO else world
+    for found in ranks.run("train_cases.gradients_of", words=list(words), recipe=recipe):
         assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
         assert found["gradients"].keys() == expected["gradients"].keys()
         for name, gradient in expected["gradients"].items():
@@ -104,31 +113,33 @@ def test_matrices_over_ranks_give_the_gradients_of_one_process(world: World, cas
 
 
 @pytest.mark.parametrize(
-    ("recipe", "batch", "shared", "placed"),
+    ("recipe", "shared", "microbatches", "placed", "four"),
     [
-        (QWEN3, 4, (SHARED,), HOST),
-        (QWEN3, 2, SEQUENCES, STREAMED),
-        (MOE, 4, (*SEQUENCES, TWO), STREAMED),
-        (MOE, 2, SEQUENCES, HOST),
+        (QWEN3, (SHARED, ONE), 2, HOST, False),
+        (QWEN3, (*SEQUENCES, "train.global_batch_size=1"), 1, STREAMED, False),
+        (MOE, (*SEQUENCES, ONE), 2, HOST, False),
+        (MOE, (*SEQUENCES, TWO, ONE), 1, STREAMED, True),
     ],
-    ids=str,
+    ids=["dense", "sequences", "all experts on every rank", "experts on the ranks that share matrices"],
 )
 def test_matrices_over_ranks_have_the_same_bits_at_every_placement(
-    trained: Any, placed: list[str], recipe: str, batch: int, shared: tuple[str, ...]
+    trained: Any, recipe: str, shared: tuple[str, ...], microbatches: int, placed: list[str], four: bool
 ) -> None:
-    words = (*shared, f"train.global_batch_size={batch}")
-    expected = trained(*words, recipe=recipe)
-    for mine, reference in zip(trained(*words, *placed, recipe=recipe), expected, strict=True):
+    expected = trained(*shared, recipe=recipe, four=four)
+    for mine, reference in zip(trained(*shared, *placed, recipe=recipe, four=four), expected, strict=True):
         assert mine["told"] == reference["told"] == expected[0]["told"]
         assert mine["bits"] == reference["bits"]
         assert mine["offloaded_bytes"] > 0
-        assert mine["microbatches"] == batch // 2
+        assert mine["microbatches"] == microbatches
 
 
-@pytest.mark.parametrize(("recipe", "words"), [(QWEN3, (SHARED,)), (MOE, SEQUENCES), (MOE, (*SEQUENCES, FOUR))])
-def test_norms_count_what_ranks_share_once(trained: Any, recipe: str, words: tuple[str, ...]) -> None:
-    run = setup.prepare(recipe, small(BATCH, recipe=recipe))
+@pytest.mark.parametrize(
+    ("recipe", "words", "four"),
+    [(QWEN3, (SHARED, ONE), False), (MOE, (*SEQUENCES, ONE), False), (MOE, (*SEQUENCES, FOUR, BATCH), True)],
+)
+def test_norms_count_what_ranks_share_once(trained: Any, recipe: str, words: tuple[str, ...], four: bool) -> None:
+    run = setup.prepare(recipe, small(words[-1], recipe=recipe))
     loop.train(run)
-    for found in trained(*words, BATCH, recipe=recipe):
+    for found in trained(*words, recipe=recipe, four=four):
         assert found["told"][1] == pytest.approx(run.grad_norms, rel=1e-5)
         assert found["told"][0] == pytest.approx(run.losses, rel=1e-5)

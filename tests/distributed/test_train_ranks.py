@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from sharded_cases import digest
-from train_cases import LLAMA, MOE, QWEN3, SIZES, SMALL, gradients, small
+from train_cases import BATCH, LLAMA, MOE, QWEN3, SIZES, SMALL, gradients, small
 from world import World, torchrun_forked
 
 from hostward.config.schema import Config
@@ -25,22 +25,29 @@ FOUR = "model.num_layers=4"
 AWAY = (*HOST, "model.cpu_offloading=True", "model.cpu_offloading_num_layers=3", "model.cpu_offloading_weights=True")
 WEIGHTS = (*AWAY, "model.cpu_offloading_activations=False")
 IN_FP32 = "ddp.grad_reduce_in_fp32=True"
+ONE = "train.global_batch_size=2"
+"""A microbatch on each of two ranks, or in each of two groups of ranks."""
+EXPERTS = "model.expert_model_parallel_size=2"
 
 
 @pytest.fixture(scope="module")
-def trained(world: World) -> Any:
-    """Runs on four ranks, by their words."""
-    return functools.cache(
-        lambda *words, recipe=MOE, **options: world.run(
-            "train_cases.train", words=list(words), recipe=recipe, **options
-        )
-    )
+def trained(pair: World, world: World) -> Any:
+    """Runs by their words, with two microbatches on each of two ranks unless these say otherwise. `four`: on four, for
+    groups of two that share matrices or experts.
+    """
+
+    @functools.cache
+    def run(*words: str, recipe: str = MOE, four: bool = False, **options: Any) -> list[Any]:
+        ranks = world if four else pair
+        return ranks.run("train_cases.train", words=[BATCH, *words], recipe=recipe, **options)
+
+    return run
 
 
 @functools.cache
 def alone_at_first() -> Run:
     """The run that most are compared with."""
-    return alone(small())
+    return alone(small(BATCH))
 
 
 def alone(config: Config, recipe: str = MOE) -> Run:
@@ -50,7 +57,7 @@ def alone(config: Config, recipe: str = MOE) -> Run:
 
 
 @pytest.mark.parametrize("words", [(), ("ddp.use_distributed_optimizer=False",)], ids=["divided", "copies"])
-def test_four_ranks_train_on_the_batch_of_one(trained: Any, words: tuple[str, ...]) -> None:
+def test_two_ranks_train_on_the_batch_of_one(trained: Any, words: tuple[str, ...]) -> None:
     run = alone_at_first()
     for rank in trained(*words):
         losses, norms, skipped = rank["told"]
@@ -62,10 +69,10 @@ def test_four_ranks_train_on_the_batch_of_one(trained: Any, words: tuple[str, ..
 
 
 @pytest.mark.parametrize("recipe", [MOE, LLAMA])
-def test_weights_begin_with_the_bits_of_one_process(world: World, recipe: str) -> None:
+def test_weights_begin_with_the_bits_of_one_process(pair: World, recipe: str) -> None:
     run = setup.prepare(recipe, small(*BF16, recipe=recipe))
     expected = {name: digest(p) for name, p in run.model.named_parameters()}
-    for found in world.run("train_cases.initial", words=BF16, recipe=recipe):
+    for found in pair.run("train_cases.initial", words=BF16, recipe=recipe):
         assert found == expected
 
 
@@ -78,13 +85,13 @@ CASES = {
     "streamed": ((), tuple(STREAMED)),
     "bf16, sums in float32": (tuple(BF16), tuple(HOST)),
     "bf16, sums on the host": (tuple(BF16), (*HOST, "optimizer.gradients=host")),
-    "bf16, reduced in float32": ((*BF16, IN_FP32, "train.global_batch_size=4"), tuple(HOST)),
+    "bf16, reduced in float32": ((*BF16, IN_FP32, ONE), tuple(HOST)),
     "bf16, reduced in float32, sums on the host": ((*BF16, IN_FP32), (*HOST, "optimizer.gradients=host")),
     "copies": (("ddp.use_distributed_optimizer=False",), tuple(STREAMED)),
     "resharded": ((RESHARDED,), tuple(HOST)),
-    "resharded, reduced in float32": ((*BF16, IN_FP32, RESHARDED, "train.global_batch_size=4"), tuple(HOST)),
+    "resharded, reduced in float32": ((*BF16, IN_FP32, RESHARDED, ONE), tuple(HOST)),
     "weights leave": ((FOUR,), WEIGHTS),
-    "weights leave, one microbatch": ((FOUR, *BF16, "train.global_batch_size=4"), WEIGHTS),
+    "weights leave, one microbatch": ((FOUR, *BF16, ONE), WEIGHTS),
     "weights leave, resharded": ((FOUR, RESHARDED, *BF16), WEIGHTS),
     "weights and activations leave, resharded": ((FOUR, RESHARDED), AWAY),
     "weights leave, recomputed": ((FOUR, RESHARDED, *AGAIN), WEIGHTS),
@@ -95,7 +102,7 @@ CASES = {
             RESHARDED,
             "model.tensor_model_parallel_size=2",
             "model.sequence_parallel=True",
-            "train.global_batch_size=4",
+            ONE,
         ),
         WEIGHTS,
     ),
@@ -110,11 +117,18 @@ CASES = {
             "model.tensor_model_parallel_size=2",
             "model.sequence_parallel=True",
             "model.expert_model_parallel_size=2",
-            "train.global_batch_size=4",
+            ONE,
         ),
         LEAVING,
     ),
 }
+
+
+IN_TWO_DIMENSIONS = (
+    "weights leave, experts",
+    "weights leave, matrices",
+    "activations leave, matrices and experts, resharded",
+)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -126,7 +140,10 @@ def test_every_placement_gives_the_same_bits(trained: Any, case: str) -> None:
     plainly = [word for word in words if word not in (RESHARDED, *AGAIN)]
     # All that layers save leaves: experts and routers, however small, are not among it.
     options = {"min_bytes": 0} if "activations leave" in case else {}
-    for found, expected in zip(trained(*words, *placed, **options), trained(*plainly), strict=True):
+    four = case in IN_TWO_DIMENSIONS
+    for found, expected in zip(
+        trained(*words, *placed, four=four, **options), trained(*plainly, four=four), strict=True
+    ):
         assert found["told"] == expected["told"]
         assert found["bits"] == expected["bits"]
         assert found["offloaded_bytes"] > 0
@@ -147,15 +164,15 @@ def test_layers_that_are_whole_one_at_a_time_have_the_bits_of_layers_that_stay_w
 
 
 @pytest.mark.parametrize(
-    ("batch", "words"), [(4, ()), (8, ("ddp.use_distributed_optimizer=False",))], ids=["divided", "copies"]
+    ("batch", "words"), [(2, ()), (4, ("ddp.use_distributed_optimizer=False",))], ids=["divided", "copies"]
 )
 def test_gradients_reduced_in_float32_are_the_mean_of_those_of_bf16(
-    world: World, batch: int, words: tuple[str, ...]
+    pair: World, batch: int, words: tuple[str, ...]
 ) -> None:
     """As one process adds up those of the same microbatches in float32."""
     size = f"train.global_batch_size={batch}"
     expected = gradients(small(*BF16, size))["gradients"]
-    for found in world.run("train_cases.gradients_of", words=[*BF16, IN_FP32, size, *words]):
+    for found in pair.run("train_cases.gradients_of", words=[*BF16, IN_FP32, size, *words]):
         for name, gradient in expected.items():
             assert found["gradients"][name].dtype == np.float32
             np.testing.assert_allclose(found["gradients"][name], gradient, rtol=1e-5, atol=1e-8, err_msg=name)
@@ -176,7 +193,7 @@ def test_a_run_whose_weights_leave_is_saved_and_goes_on(trained: Any, mode: str,
 
 
 def test_the_report_has_sums_by_node_and_names_a_straggler(world: World) -> None:
-    for rank in world.run("train_cases.train", words=["train.train_iters=2", *HOST], slow=2):
+    for rank in world.run("train_cases.train", words=[BATCH, *HOST], slow=2):
         report = rank["ranks"]
         (node,) = report.nodes
         assert node.ranks == 4
@@ -187,16 +204,14 @@ def test_the_report_has_sums_by_node_and_names_a_straggler(world: World) -> None
         assert told.startswith("rank 2 on ")
 
 
-def test_every_rank_raises_the_error_of_the_one_that_fails(world: World) -> None:
-    for told, everywhere in world.run("train_cases.one_fails"):
-        assert told.startswith("MemoryLimitError: rank 2 on ")
+def test_every_rank_raises_the_error_of_the_one_that_fails(pair: World) -> None:
+    for told, everywhere in pair.run("train_cases.one_fails"):
+        assert told.startswith("MemoryLimitError: rank 1 on ")
         assert "no page can be locked\n  why: the limit is 0\n  fix: ulimit -l unlimited" in told
         assert everywhere
 
 
 # -------------------------------------------------------------------- what a report stacks
-
-EXPERTS = "model.expert_model_parallel_size=2"
 
 
 @pytest.mark.parametrize(
@@ -204,21 +219,21 @@ EXPERTS = "model.expert_model_parallel_size=2"
     [BF16, (RESHARDED, EXPERTS), HOST, STREAMED, ("ddp.use_distributed_optimizer=False",)],
     ids=["bf16", "experts", "host", "streamed", "copies"],
 )
-def test_owners_that_a_report_stacks_are_no_more_than_what_is_there(world: World, words: tuple[str, ...]) -> None:
+def test_owners_that_a_report_stacks_are_no_more_than_what_is_there(pair: World, words: tuple[str, ...]) -> None:
     """Seen red: gradients of all ranks counted on each of them, both in `.grad` and where they have left it."""
     whole = alone_at_first()
-    for rank in world.run("train_cases.stacked", words=list(words)):
+    for rank in pair.run("train_cases.stacked", words=[BATCH, *words]):
         assert set(rank["moments"]) == {"forward", "backward", "step"}
         assert all(owners <= there for owners, there in zip(rank["owners"], rank["measured"], strict=True))
         assert 0 < max(rank["gradients"]) <= rank["most_gradients"]
         assert rank["parameters"] == (whole.model_parameters, whole.trained_parameters)
 
 
-def test_trained_parameters_of_stages_are_those_of_the_model(world: World) -> None:
-    words = ("model.pipeline_model_parallel_size=2",)
+def test_trained_parameters_of_stages_are_those_of_the_model(pair: World) -> None:
+    words = ("model.pipeline_model_parallel_size=2", BATCH)
     for recipe in (QWEN3, LLAMA):
         whole = setup.prepare(recipe, small(recipe=recipe))
-        for rank in world.run("train_cases.stacked", words=list(words), recipe=recipe):
+        for rank in pair.run("train_cases.stacked", words=list(words), recipe=recipe):
             assert rank["parameters"] == (whole.model_parameters, whole.trained_parameters)
 
 
@@ -258,14 +273,14 @@ def test_torchrun_starts_a_run_anew_that_goes_on_by_itself(tmp_path: Path) -> No
 
 LAYOUTS = {
     "data": (MOE, ()),
-    "matrices": (LLAMA, ("model.tensor_model_parallel_size=2", "train.global_batch_size=4")),
+    "matrices": (LLAMA, ("model.tensor_model_parallel_size=2",)),
     "matrices and experts": (
         MOE,
         (
             "model.tensor_model_parallel_size=2",
             "model.sequence_parallel=true",
             "model.expert_model_parallel_size=2",
-            "train.global_batch_size=4",
+            ONE,
         ),
     ),
 }
@@ -275,13 +290,14 @@ LAYOUTS = {
 def test_a_saved_run_goes_on_bit_for_bit(trained: Any, tmp_path: Path, layout: str) -> None:
     recipe, words = LAYOUTS[layout]
     words = (*words, *HOST, "train.train_iters=3")
-    straight = trained(*words, recipe=recipe)
+    run = functools.partial(trained, recipe=recipe, four="experts" in layout)
+    straight = run(*words)
     saved = f"checkpoint.save={tmp_path}"
-    trained(*words, saved, "train.train_iters=2", recipe=recipe)
-    resumed = trained(*words, saved, f"checkpoint.load={tmp_path}", recipe=recipe)
+    run(*words, saved, "train.train_iters=2")
+    resumed = run(*words, saved, f"checkpoint.load={tmp_path}")
     for before, after in zip(straight, resumed, strict=True):
         assert after["bits"] == before["bits"]
         assert after["told"][0] == before["told"][0][2:]
-    batch = [word for word in words if "batch" in word]
-    config = small(*batch, f"checkpoint.load={tmp_path}", "train.train_iters=5", recipe=recipe)
+    batch = ONE if "experts" in layout else BATCH
+    config = small(batch, f"checkpoint.load={tmp_path}", "train.train_iters=5", recipe=recipe)
     assert setup.prepare(recipe, config).iteration == 3

@@ -20,9 +20,9 @@ pytest.importorskip("transformers")
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
-def test_ranks_train_as_with_torch_and_to_the_same_bits(world: World, sharded: bool, tmp_path: Path) -> None:
+def test_ranks_train_as_with_torch_and_to_the_same_bits(pair: World, sharded: bool, tmp_path: Path) -> None:
     def run(name: str, fraction: float | None, **options: Any) -> Any:
-        return world.run(
+        return pair.run(
             "trainer_cases.trained", folder=str(tmp_path / name), fraction=fraction, sharded=sharded, **options
         )[0]
 

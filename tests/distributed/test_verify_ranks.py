@@ -1,4 +1,5 @@
-"""`hostward verify` on several ranks: one verdict, which names the rank whose bits differ.
+"""`hostward verify` on several ranks: one verdict, which names the rank whose bits differ. Two ranks, and four where a
+layout needs them.
 
 Seen red: a verdict of the first rank alone.
 """
@@ -10,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from train_cases import LLAMA, MOE, QWEN3, SIZES, SMALL
-from world import SIZE, World, commands, torchrun
+from train_cases import BATCH, LLAMA, MOE, QWEN3, SIZES, SMALL
+from world import World, commands, torchrun
 
 BF16 = "model.params_dtype=bf16"
 STAGES_IN_FP16 = ("model.pipeline_model_parallel_size=2", "model.params_dtype=fp16")
@@ -20,74 +21,77 @@ UNEVEN = ("model.vocab_size=4099", "model.ffn_hidden_size=97")
 
 
 def verdicts(world: World, *words: str, **options: Any) -> Any:
-    """The one that all ranks have come to."""
-    first, *others = world.run("verify_cases.verdict", words=list(words), **options)
+    """The one that all ranks have come to, with two microbatches on each."""
+    batch = [BATCH] if world.size == 2 else []
+    first, *others = world.run("verify_cases.verdict", words=[*batch, *words], **options)
     assert all(other == first for other in others) or isinstance(first, str)
     return first
 
 
 @pytest.mark.parametrize(
-    ("recipe", "words", "placements"),
+    ("ranks", "recipe", "words", "placements"),
     [
-        (QWEN3, (BF16, *UNEVEN), ("mixed",)),
-        (MOE, (BF16, "model.expert_model_parallel_size=2"), ("streamed",)),
-        (LLAMA, ("model.tensor_model_parallel_size=2",), ("host",)),
-        (QWEN3, ("model.pipeline_model_parallel_size=2",), ("host",)),
-        (LLAMA, ("model.pipeline_model_parallel_size=2",), ("host",)),
-        (MOE, ("ddp.use_distributed_optimizer=False",), ("streamed",)),
+        ("pair", QWEN3, (BF16, *UNEVEN), ("mixed",)),
+        ("pair", MOE, (BF16, "model.expert_model_parallel_size=2"), ("streamed",)),
+        ("pair", LLAMA, ("model.tensor_model_parallel_size=2",), ("host",)),
+        ("pair", QWEN3, ("model.pipeline_model_parallel_size=2",), ("host",)),
+        ("world", LLAMA, ("model.pipeline_model_parallel_size=2",), ("host",)),
+        ("pair", MOE, ("ddp.use_distributed_optimizer=False",), ("streamed",)),
     ],
-    ids=["uneven", "experts", "matrices", "stages", "tied stages", "copies"],
+    ids=["uneven", "experts", "matrices", "stages", "tied stages that are divided", "copies"],
 )
 def test_every_layout_is_verified(
-    world: World, recipe: str, words: tuple[str, ...], placements: tuple[str, ...]
+    request: pytest.FixtureRequest, ranks: str, recipe: str, words: tuple[str, ...], placements: tuple[str, ...]
 ) -> None:
+    world: World = request.getfixturevalue(ranks)
     found = verdicts(world, *words, recipe=recipe, placements=placements)
     assert found["passed"], found["sentence"]
-    assert found["ranks"] == SIZE
-    assert found["sentence"].startswith("PASS: identical in every bit over 2 iterations on 4 ranks, ")
+    assert found["ranks"] == world.size
+    assert found["sentence"].startswith(f"PASS: identical in every bit over 2 iterations on {world.size} ranks, ")
     assert [c["placed_fraction"] for c in found["comparisons"]] == [1.0] * len(placements)
     for claim in found["comparisons"][0]["claims"]:
         assert claim["detail"].startswith("rank 0 on ")
-        assert claim["detail"].endswith("; held on 4 ranks")
+        assert claim["detail"].endswith(f"; held on {world.size} ranks")
         assert claim["broken_on"] == ()
 
 
 def test_a_bit_that_differs_on_one_rank_fails_on_all_and_names_it(world: World) -> None:
+    """Among four, of which three are right."""
     wrong = 2
-    found = verdicts(world, BF16, wrong=wrong)
+    found = verdicts(world, BF16, BATCH, wrong=wrong)
     assert not found["passed"]
     assert f", on rank {wrong} on " in found["sentence"]
-    assert not any(f"rank {other} on " in found["sentence"] for other in range(SIZE) if other != wrong)
+    assert not any(f"rank {other} on " in found["sentence"] for other in range(world.size) if other != wrong)
     (claim,) = [c for c in found["comparisons"][0]["claims"] if c["name"] == "final exp_avg_sq equal"]
     assert not claim["held"]
     assert claim["detail"].startswith(f"rank {wrong} on ")
 
 
-def test_microbatches_are_those_of_a_rank(world: World) -> None:
-    found = verdicts(world, microbatches=(1, 2))
+def test_microbatches_are_those_of_a_rank(pair: World) -> None:
+    found = verdicts(pair, microbatches=(1, 2))
     assert found["passed"], found["sentence"]
     assert [c["microbatches"] for c in found["comparisons"]] == [1, 2]
-    told = verdicts(world, microbatches=(4,))
-    assert "--microbatches 4 does not divide train.global_batch_size=8, of which each rank has 2" in told
+    told = verdicts(pair, microbatches=(4,))
+    assert "--microbatches 4 does not divide train.global_batch_size=4, of which each rank has 2" in told
 
 
 @pytest.mark.parametrize("words", [(BF16,), STAGES_IN_FP16, TIED], ids=["bf16", "stages in fp16", "tied stages"])
-def test_without_a_deterministic_form_ranks_are_fed_the_same_gradients(world: World, words: tuple[str, ...]) -> None:
-    found = verdicts(world, *words, undeterministic=True)
+def test_without_a_deterministic_form_ranks_are_fed_the_same_gradients(pair: World, words: tuple[str, ...]) -> None:
+    found = verdicts(pair, *words, undeterministic=True)
     assert found["passed"], found["sentence"]
     assert found["same_gradients"]
     if words != TIED:
-        assert not verdicts(world, *words, undeterministic=True, wrong=1)["passed"]
+        assert not verdicts(pair, *words, undeterministic=True, wrong=1)["passed"]
 
 
-def test_what_cannot_be_verified_is_refused_on_every_rank(world: World) -> None:
-    for found in world.run("verify_cases.verdict", words=[], fractions=(0.0001,)):
+def test_what_cannot_be_verified_is_refused_on_every_rank(pair: World) -> None:
+    for found in pair.run("verify_cases.verdict", words=[], fractions=(0.0001,)):
         assert "--fraction 0.0001 offloads no bucket" in found
-    for found in world.run("verify_cases.started_otherwise"):
+    for found in pair.run("verify_cases.started_otherwise"):
         assert "the ranks of this run were started with different settings" in found
-        assert "what is compared is 100% host, hidden, 2 microbatches on rank 0 on " in found
+        assert "what is compared is 100% host, hidden, 4 microbatches on rank 0 on " in found
     copies = "ddp.use_distributed_optimizer=False"
-    for found in world.run("verify_cases.verdict", words=[copies], placements=("host",)):
+    for found in pair.run("verify_cases.verdict", words=[copies], placements=("host",)):
         assert "needs ddp.use_distributed_optimizer" in found
 
 
@@ -152,11 +156,11 @@ def test_a_refusal_of_ranks_that_have_met_is_told_once_with_the_same_code(tmp_pa
     assert first.out == second.out == ""
 
 
-def test_activations_alone_are_verified_on_ranks(world: World) -> None:
+def test_activations_alone_are_verified_on_ranks(pair: World) -> None:
     """Layers of one stage leave, those of the other stay: the claim is that of all ranks together."""
     words = ("model.num_layers=4", "model.fine_grained_activation_offloading=True", "model.offload_modules=[core_attn]")
     for more in ((), ("model.pipeline_model_parallel_size=2",)):
-        found = verdicts(world, *words, "model.min_offloaded_tensor_size=1", *more, recipe=QWEN3, fractions=())
+        found = verdicts(pair, *words, "model.min_offloaded_tensor_size=1", *more, recipe=QWEN3, fractions=())
         assert found["passed"], found["sentence"]
         (comparison,) = found["comparisons"]
         assert comparison["asked_fraction"] == 0
@@ -164,11 +168,10 @@ def test_activations_alone_are_verified_on_ranks(world: World) -> None:
         assert claim["held"]
 
 
-def test_what_a_loop_does_after_each_step_is_compared_on_ranks(world: World) -> None:
+def test_what_a_loop_does_after_each_step_is_compared_on_ranks(pair: World) -> None:
     """FSDP2 refuses deep copies; stages without it do not."""
-    four = "model.pipeline_model_parallel_size=4"
-    for words, copies in (((), False), (("model.num_layers=4", four), True)):
-        found = verdicts(world, *words, recipe=QWEN3, placements=("streamed",))
+    for words, copies in (((), False), (("model.pipeline_model_parallel_size=2",), True)):
+        found = verdicts(pair, *words, recipe=QWEN3, placements=("streamed",))
         assert found["passed"], found["sentence"]
         names = {claim["name"] for claim in found["comparisons"][0]["claims"]}
         assert {"norms of weights equal", "weights clamped through .data equal"} <= names

@@ -20,7 +20,9 @@ from hostward.trainer.verify.command import verify
 
 
 def _flipping(real: Any, steps: int) -> Any:
-    """A bit of each buffer, in the last step alone: what flips in two of them may round back to what it was."""
+    """A bit of each buffer, in the last step alone: what flips in two of them may round back to what it was. Not the
+    last bit, which the step rounds away.
+    """
     seen = Counter[int]()
 
     def host_task(operands: Any, *rest: Any) -> Any:
@@ -29,7 +31,7 @@ def _flipping(real: Any, steps: int) -> Any:
             found = operands.exp_avg_sq.data.view(-1)[:1]
             seen[found.data_ptr()] += 1
             if seen[found.data_ptr()] == steps:
-                found.view(torch.int32).bitwise_xor_(1)
+                found.view(torch.int32).bitwise_xor_(16)
         return task
 
     return host_task

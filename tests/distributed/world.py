@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from forked import forkserver
+from forked import forkserver, leave_what_is_imported
 from recent_memory import read_seldom
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import ProcessGroupGloo, _world
@@ -29,7 +29,6 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 import hostward
 import hostward.cli
 
-SIZE = 4
 START_S = 120.0
 """Importing torch on a busy machine."""
 LIMIT_S = 100.0
@@ -56,9 +55,10 @@ class CaseFailedError(AssertionError):
 
 
 class World:
-    """Four gloo processes on this machine. Made when the first case is run, and anew after one that failed."""
+    """Gloo processes on this machine. Made when the first case is run, and anew after one that failed."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 4) -> None:
+        self.size = size
         self._store: dist.TCPStore | None = None
         self._processes: list[Any] = []
         self._ends: list[Connection] = []
@@ -66,9 +66,9 @@ class World:
     def _start(self) -> None:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = forkserver()
-        for rank in range(SIZE):
+        for rank in range(self.size):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self._store.port, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, self.size, self._store.port, theirs), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -87,7 +87,7 @@ class World:
         results: dict[int, Any] = {}
         failures: list[str] = []
         deadline_s = time.monotonic() + limit_s
-        while len(results) < SIZE and time.monotonic() < deadline_s:
+        while len(results) < self.size and time.monotonic() < deadline_s:
             for end in wait([e for i, e in enumerate(self._ends) if i not in results], timeout=1.0):
                 rank = self._ends.index(end)  # type: ignore[arg-type]
                 try:
@@ -97,11 +97,11 @@ class World:
                 if error:
                     failures.append(f"rank {rank}: {error}")
                     deadline_s = time.monotonic() + 1.0  # it leaves the others in a collective
-        failures += [f"rank {rank}: no answer" for rank in range(SIZE) if rank not in results]
+        failures += [f"rank {rank}: no answer" for rank in range(self.size) if rank not in results]
         if failures:
             self.close()
             raise CaseFailedError("\n".join(failures))
-        return [results[rank] for rank in range(SIZE)]
+        return [results[rank] for rank in range(self.size)]
 
     def close(self) -> None:
         for process in self._processes:
@@ -112,14 +112,13 @@ class World:
         self._processes, self._ends, self._store = [], [], None
 
 
-def _serve(rank: int, port: int, end: Connection) -> None:
-    torch.set_num_threads(1)
+def _serve(rank: int, size: int, port: int, end: Connection) -> None:
     read_seldom()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     distributed_c10d.ProcessGroupGloo = _GlooOfOneThread  # type: ignore[misc]
     limit = timedelta(seconds=LIMIT_S)
-    store = dist.TCPStore("127.0.0.1", port, SIZE, is_master=False, timeout=limit)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=limit)
+    store = dist.TCPStore("127.0.0.1", port, size, is_master=False, timeout=limit)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
     importlib.import_module("torch.distributed.checkpoint")
     gc.collect()
     gc.freeze()  # what is imported: runs collect garbage when they begin
@@ -127,6 +126,7 @@ def _serve(rank: int, port: int, end: Connection) -> None:
     for number in itertools.count(1):
         case, options = end.recv()
         module, _, name = case.rpartition(".")
+        torch.set_num_threads(1)  # Trainers of cases before may have set more
         answer = None
         try:
             answer = (None, getattr(importlib.import_module(module), name)(**options))
@@ -191,6 +191,7 @@ def _text(file: Path) -> str:
 
 def _into_files(folder: Path, name: str) -> None:
     """Go on in this folder, and say there whatever is said."""
+    leave_what_is_imported()
     os.chdir(folder)
     for number, kind in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{name}.{kind}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
