@@ -102,7 +102,8 @@ class _Traced:
         kinds = _kinds(model, layers)
         first = [[i for i, kind in enumerate(kinds) if kind == known] for known in dict.fromkeys(kinds)]
         self._few = sorted(i for held in first for i in held[:2])
-        self._more = sorted(i for held in first for i in held[:3])
+        self._more = {held[2]: len(held) - 2 for held in first if len(held) > 2}
+        """One layer more of each kind that has one, and how many there are of it besides the two."""
         representative = {kinds[held[0]]: held[:2][-1] for held in first}
         self._stands_for = [self._few.index(representative[kind]) for kind in kinds]
         self._short = _short(model, layers, self._few)
@@ -139,18 +140,16 @@ class _Traced:
 
     def _ends(self, keep: list[list[PartRun]]) -> list[Layer]:
         """Return the parts before and after the layers."""
-        more: list[PartRun] | None = None
-        added = len(self._more) - len(self._few)
-        if added:
-            model, layers = _short(self._model, self._layers, self._more)
-            more = run(model, layers, _ids(self._size), self._loss)
+        more = []
+        for one, count in self._more.items():
+            model, layers = _short(self._model, self._layers, sorted([*self._few, one]))
+            more.append((run(model, layers, _ids(self._size), self._loss), count))
         found = []
         for part in (0, -1):
             runs = [parts[part] for parts in keep]
             held = curve(self._fit, runs)
-            if more is not None:
-                missing = (len(self._layers) - len(self._few)) / added
-                held = with_layers(self._fit, held, runs[0], more[part], missing)
+            for longer, count in more:
+                held = with_layers(self._fit, held, runs[0], longer[part], count)
             layer = _layer_of("", self._fit, runs, dict.fromkeys(Way, held), None)
             found.append(replace(layer, repeated=False))
         return found
@@ -182,17 +181,33 @@ def _running(layers: Layers, way: Way) -> Iterator[bool]:
 
 def _kinds(model: torch.nn.Module, layers: Layers) -> list[object]:
     """Return for each layer a value that equal layers share."""
-    config: Any = getattr(model, "config", None)
-    types = getattr(config, "layer_types", None)
-    alike = not isinstance(types, (list, tuple)) or len(set(types)) <= 1
-    # The caller looks the type of a layer up by its position, which is another one in a short model.
-    return [_kind(layer) if alike else i for i, (_, layer) in enumerate(layers)]
+    lists = [held for config in _configs(model, layers) for held in _by_layer(config, len(layers)).values()]
+    return [(_kind(layer), tuple(repr(held[i]) for held in lists)) for i, (_, layer) in enumerate(layers)]
 
 
 def _kind(layer: torch.nn.Module) -> object:
-    modules = tuple((path, type(module)) for path, module in layer.named_modules())
+    modules = tuple((path, type(module), _settings(module)) for path, module in layer.named_modules())
     weights = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in layer.named_parameters())
     return modules, weights
+
+
+def _settings(module: torch.nn.Module) -> object:
+    """Return what forward may branch on: words, flags and what is None. Numbers also count layers, and are left out."""
+    public = [(name, value) for name, value in vars(module).items() if not name.startswith("_")]
+    return tuple((name, value if isinstance(value, (str, bool)) else value is None) for name, value in public)
+
+
+def _configs(model: torch.nn.Module, layers: Layers) -> list[Any]:
+    """Return the configurations, each once, that the layers have, and the modules around the list of them."""
+    parents = layers[0][0].split(".")[:-1]
+    around = [model.get_submodule(".".join(parents[:depth])) for depth in range(len(parents) + 1)]
+    held = (getattr(m, "config", None) for m in (*around, *(m for _, layer in layers for m in layer.modules())))
+    return list({id(config): config for config in held if hasattr(config, "__dict__")}.values())
+
+
+def _by_layer(config: Any, count: int) -> dict[str, Sequence[Any]]:
+    """Return the lists of a configuration that say something of each layer, such as how it attends."""
+    return {name: held for name, held in vars(config).items() if isinstance(held, (list, tuple)) and len(held) == count}
 
 
 def _short(model: torch.nn.Module, layers: Layers, chosen: Sequence[int]) -> tuple[torch.nn.Module, Layers]:
@@ -212,13 +227,17 @@ def _short(model: torch.nn.Module, layers: Layers, chosen: Sequence[int]) -> tup
         memo[id(held)] = type(held)(*_unpacked(held, [copy.deepcopy(layers[i][1], memo) for i in chosen]))
         paths = [f"{parent}.{i}" if parent else str(i) for i in range(len(chosen))]
     short = copy.deepcopy(model, memo).train()
-    config: Any = getattr(short, "config", None)
-    if getattr(config, "num_hidden_layers", None) == len(layers):
-        config.num_hidden_layers = len(chosen)
     for module in short.modules():
         if getattr(module, "gradient_checkpointing", False):
             module.gradient_checkpointing = False  # type: ignore[assignment]
-    return short, [(path, short.get_submodule(path)) for path in paths]
+    found = [(path, short.get_submodule(path)) for path in paths]
+    for config in _configs(short, found):
+        of_layers = _by_layer(config, len(layers))
+        # Written past the configuration's own checks, which may compare one length with the other in between.
+        vars(config).update({name: [held[i] for i in chosen] for name, held in of_layers.items()})
+        if vars(config).get("num_hidden_layers") == len(layers):
+            vars(config)["num_hidden_layers"] = len(chosen)
+    return short, found
 
 
 def _unpacked(held: torch.nn.Module, layers: list[torch.nn.Module]) -> list[Any]:
@@ -387,10 +406,10 @@ def curve(fit: TokenFit, runs: Sequence[PartRun]) -> Curve:
     return Curve(forward, fit.moment([r.kept_bytes for r in runs]), backward)
 
 
-def with_layers(fit: TokenFit, found: Curve, run: PartRun, more: PartRun, times: float) -> Curve:
+def with_layers(fit: TokenFit, found: Curve, run: PartRun, more: PartRun, times: int) -> Curve:
     """Extend the curve of a part that holds something for every layer, such as the choices of all routers.
 
-    `run` is the part with a few layers and `more` with some more; the difference is added `times` times.
+    `run` is the part with a few layers and `more` with one more; the difference is added `times` times.
     """
 
     def later(moments: Iterable[Moment], before: Sequence[int], after: Sequence[int]) -> tuple[Moment, ...]:
