@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoConfig
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from hostward.config.schema import Config
 from hostward.core.inventory import Dtype
@@ -34,15 +34,24 @@ def trace_recipe(config: Config, vocab_size: int | None) -> Workload:
     )
 
 
-def trace_config_file(
-    file: Path, content: Mapping[str, Any], dtype: Dtype, attn_implementation: str, **sizes: int
-) -> Workload:
-    """Trace the model of the configuration in `file`.
+def trace_config_file(file: Path, content: Mapping[str, Any], dtype: Dtype, **sizes: int) -> Workload:
+    """Trace the model of the configuration in `file`, which has this content.
 
     Raises ModelError if it is not a causal language model.
     """
+    model, name = described_model(file, content, TORCH_DTYPES[dtype])
+    return _traced(model, name=name, **sizes)
+
+
+def described_model(file: Path, content: Mapping[str, Any], dtype: torch.dtype) -> tuple[Any, str]:
+    """Build the model of a configuration on torch's meta device, and return it with its name.
+
+    It attends by scaled_dot_product_attention, as transformers chooses; where a class of models has none, the name says
+    what it has.
+    Raises ModelError if it is not a causal language model.
+    """
     fix = "name a config.json of a causal language model of transformers, or the folder that holds it"
-    given = dict(content)
+    given = {name: value for name, value in content.items() if not name.endswith("attn_implementation")}
     if (kind := str(given["model_type"])) not in CONFIG_MAPPING:
         near = difflib.get_close_matches(kind, list(CONFIG_MAPPING), n=1)
         raise ModelError(
@@ -56,12 +65,19 @@ def trace_config_file(
         raise ModelError(
             f"{file} does not describe a model", why=f"{type(error).__name__}: {error}", fix=fix
         ) from error
-    described._attn_implementation = attn_implementation
+    if type(described) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(
+            f"{file} does not describe a causal language model",
+            why=f"transformers {transformers.__version__} has none of model type {kind!r}",
+            fix=fix,
+        )
     described.use_cache = False
     try:
-        return _traced(on_meta(described, TORCH_DTYPES[dtype]), name=str(described.model_type), **sizes)
+        model = on_meta(described, dtype)
     except (ValueError, KeyError, ImportError) as error:
         raise ModelError(f"{file} does not describe a causal language model", why=str(error), fix=fix) from error
+    attention = model.config._attn_implementation
+    return model, kind if attention == "sdpa" else f"{kind} ({attention} attention)"
 
 
 def _traced(model: Any, **options: Any) -> Workload:

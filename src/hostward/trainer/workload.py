@@ -127,7 +127,6 @@ def config_workload(
     microbatch_sequences: int = 1,
     microbatches: int = 1,
     dtype: Dtype = Dtype.BF16,
-    attn_implementation: str = "sdpa",
     folder: Path | None = None,
 ) -> Workload:
     """Return the workload of a causal language model that transformers knows.
@@ -155,9 +154,9 @@ def config_workload(
     def trace() -> Workload:
         from hostward.trainer.meta_trace import trace_config_file
 
-        return trace_config_file(file, content, dtype, attn_implementation, **sizes)
+        return trace_config_file(file, content, dtype, **sizes)
 
-    question = {"config": content, "dtype": dtype, "attention": attn_implementation, **sizes}
+    question = {"config": content, "dtype": dtype, **sizes}
     return replace(cached_workload(folder, question, trace), microbatches=microbatches)
 
 
