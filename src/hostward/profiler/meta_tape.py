@@ -230,7 +230,8 @@ class Attention(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.nn.functional.scaled_dot_product_attention and args[0].device == _META:
             query, key, value = args[:3]
-            out = _FusedAttention.apply(query, key, value)  # type: ignore[no-untyped-call]
+            mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+            out = _FusedAttention.apply(query, key, value, mask)  # type: ignore[no-untyped-call]
             causal = bool(kwargs.get("is_causal", args[5] if len(args) > 5 else False))
             # With a causal mask the kernels compute only the unmasked half.
             products = 2.0 * math.prod(query.shape[:3]) * key.shape[2] * (query.shape[3] + value.shape[3])
@@ -242,21 +243,29 @@ class Attention(TorchFunctionMode):
 class _FusedAttention(torch.autograd.Function):
     """Save the inputs, the output and the log-sum-exp; backward accumulates the queries' gradient in fp32.
 
-    query: [batch, heads, tokens, size]; key and value may have fewer heads.
+    query: [batch, heads, tokens, size]; key and value may have fewer heads. mask: None, or what the kernels add to the
+    scores; one of booleans is written out in the dtype of the query, for each call.
     """
 
     @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        batch, heads, tokens, _ = query.shape
-        out = query.new_empty(batch, tokens, heads, value.shape[-1]).transpose(1, 2)
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        batch, heads, tokens, size = query.shape
+        if mask is not None and mask.dtype is torch.bool:
+            mask = query.new_empty(mask.shape)
+        if mask is None and value.shape[-1] == size:
+            out = torch.empty_like(query)  # the flash kernel's has the layout of the query
+        else:
+            out = query.new_empty(batch, tokens, heads, value.shape[-1]).transpose(1, 2)
         sums = query.new_empty(batch, heads, tokens, dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, out, sums)
+        ctx.save_for_backward(query, key, value, out, sums, *(() if mask is None else (mask,)))
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        query, key, value, _, sums = ctx.saved_tensors
+        query, key, value, _, sums = ctx.saved_tensors[:5]
         workspace = query.new_empty(query.shape, dtype=torch.float32), torch.empty_like(sums)
         gradients = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         del workspace
-        return gradients
+        return *gradients, None
