@@ -17,26 +17,36 @@ from hostward.model.layers import find_layers
 from hostward.model.parameters import ParamRegistry, groups_of
 from hostward.plan.workload import Curve, Layer, Moment, PerToken, Saved, Way, Workload
 from hostward.profiler.layer_profiler import Layers, Loss, PartRun, run
+from hostward.profiler.meta_tape import Made
 from hostward.runtime.backend import DTYPES
 
 _NOTHING = PerToken(0.0)
 
 
-def workload_of(
+def workload_of(model: torch.nn.Module, *, sequence_tokens: int, loss: Loss, **options: Any) -> Workload:
+    """Profile one step of training a causal language model, with sequences of this length.
+
+    Options, raises as `workloads_of`.
+    """
+    return workloads_of(model, lengths=(sequence_tokens,), loss=loss, **options)[0]
+
+
+def workloads_of(
     model: torch.nn.Module,
     *,
-    sequence_tokens: int,
+    lengths: Sequence[int],
+    loss: Loss,
     microbatch_sequences: int = 1,
     microbatches: int = 1,
-    loss: Loss,
     name: str = "",
     layers: Sequence[torch.nn.Module] | None = None,
     split_master: bool = True,
-) -> Workload:
-    """Profile one step of training a causal language model.
+) -> list[Workload]:
+    """Profile one step of training a causal language model, for each of these sequence lengths.
 
-    One forward and backward run on the meta device at three sizes, over as many layers as there are kinds of them,
-    twice. `model` is not changed, and may be on the meta device itself.
+    One forward and backward run on the meta device at three sizes for a length, over as many layers as there are kinds
+    of them, twice. `model` is not changed, and may be on the meta device itself. A length that is twice another one has
+    a size in common with it, which is run once.
 
     Args:
         loss: the loss of training, of token numbers int64 [sequences, tokens].
@@ -48,7 +58,7 @@ def workload_of(
         ModelError: no layers were found; forward depends on values of tensors; or the model is sharded.
         ConfigError: sizes below 1.
     """
-    for option, value in (("sequence_tokens", sequence_tokens), ("microbatch_sequences", microbatch_sequences)):
+    for option, value in (("sequence_tokens", min(lengths)), ("microbatch_sequences", microbatch_sequences)):
         if value < 1:
             raise ConfigError(f"{option} must be at least 1, got {value}")
     if groups_of(model) is not None:
@@ -58,18 +68,20 @@ def workload_of(
             fix="plan with the model as it is before fully_shard",
         )
     found = find_layers(model, layers)
-    traced = _Traced(model, found, Size(microbatch_sequences, sequence_tokens), loss)
+    traced = _Traced(model, found, loss)
     inventory = inventory_of(model, split_master=split_master)
-    parts = traced.parts()
-    return Workload(
-        name or type(model).__name__,
-        inventory,
-        tuple(_in_order(model, found, parts)),
-        _weight_dtype(model),
-        sequence_tokens,
-        microbatch_sequences,
-        microbatches,
-    )
+    return [
+        Workload(
+            name or type(model).__name__,
+            inventory,
+            tuple(_in_order(model, found, traced.parts(Size(microbatch_sequences, length)))),
+            _weight_dtype(model),
+            length,
+            microbatch_sequences,
+            microbatches,
+        )
+        for length in lengths
+    ]
 
 
 def inventory_of(model: torch.nn.Module, *, split_master: bool = True) -> Inventory:
@@ -95,10 +107,11 @@ def _weight_dtype(model: torch.nn.Module) -> Dtype:
 class _Traced:
     """Run a short model that has each kind of layer twice."""
 
-    def __init__(self, model: torch.nn.Module, layers: Layers, size: Size, loss: Loss) -> None:
+    def __init__(self, model: torch.nn.Module, layers: Layers, loss: Loss) -> None:
         self._model, self._layers, self._loss = model, layers, loss
-        self._size = size
-        self._fit = TokenFit(size)
+        self._size = Size(1, 1)
+        self._run_at: dict[tuple[Way, Size], list[PartRun]] = {}
+        self._made: Made = {}
         kinds = _kinds(model, layers)
         first = [[i for i, kind in enumerate(kinds) if kind == known] for known in dict.fromkeys(kinds)]
         self._few = sorted(i for held in first for i in held[:2])
@@ -108,8 +121,9 @@ class _Traced:
         self._stands_for = [self._few.index(representative[kind]) for kind in kinds]
         self._short = _short(model, layers, self._few)
 
-    def parts(self) -> list[Layer]:
-        """Return the layers and the parts before and after them, without weights."""
+    def parts(self, size: Size) -> list[Layer]:
+        """Return the layers and the parts before and after them, without weights, at this size."""
+        self._size, self._fit = size, TokenFit(size)
         runs = {way: found for way in Way if (found := self._runs(way)) is not None}
         made = {few: self._layer(few, runs) for few in dict.fromkeys(self._stands_for)}
         named = []
@@ -126,7 +140,10 @@ class _Traced:
             if not possible:
                 return None
             try:
-                return [run(model, layers, _ids(size), self._loss) for size in sizes(self._size)]
+                for size in sizes(self._size):
+                    if (way, size) not in self._run_at:
+                        self._run_at[way, size] = run(model, layers, _ids(size), self._loss, self._made)
+                return [self._run_at[way, size] for size in sizes(self._size)]
             except ModelError:
                 if way is Way.ELEMENTWISE:
                     return None  # its modules are not what their names promise, and training cannot recompute them
@@ -143,7 +160,7 @@ class _Traced:
         more = []
         for one, count in self._more.items():
             model, layers = _short(self._model, self._layers, sorted([*self._few, one]))
-            more.append((run(model, layers, _ids(self._size), self._loss), count))
+            more.append((run(model, layers, _ids(self._size), self._loss, self._made), count))
         found = []
         for part in (0, -1):
             runs = [parts[part] for parts in keep]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,32 +15,34 @@ from hostward.config.schema import Config
 from hostward.core.inventory import Dtype
 from hostward.errors import ModelError
 from hostward.plan.workload import Workload
-from hostward.profiler.workload import workload_of
+from hostward.profiler.workload import workloads_of
 from hostward.runtime.backend import TORCH_DTYPES
 from hostward.trainer.models import meta_model, on_meta, training_loss
 
 
-def trace_recipe(config: Config, vocab_size: int | None) -> Workload:
-    """Trace the model of `config` on one microbatch.
+def trace_recipe(config: Config, vocab_size: int | None, lengths: Sequence[int]) -> list[Workload]:
+    """Trace the model of `config` on one microbatch of sequences of each length.
 
     Raises as `recipe_workload`.
     """
     model = config.model
     return _traced(
         meta_model(config, vocab_size, TORCH_DTYPES[Dtype(model.params_dtype)]),
-        sequence_tokens=model.seq_length,
+        lengths=lengths,
         microbatch_sequences=config.train.micro_batch_size,
         split_master=not config.optimizer.use_torch_optimizer_for_cpu_offload,
     )
 
 
-def trace_config_file(file: Path, content: Mapping[str, Any], dtype: Dtype, **sizes: int) -> Workload:
-    """Trace the model of the configuration in `file`, which has this content.
+def trace_config_file(
+    file: Path, content: Mapping[str, Any], dtype: Dtype, microbatch_sequences: int, lengths: Sequence[int]
+) -> list[Workload]:
+    """Trace the model of the configuration in `file`, which has this content, for sequences of each length.
 
     Raises ModelError if it is not a causal language model.
     """
     model, name = described_model(file, content, TORCH_DTYPES[dtype])
-    return _traced(model, name=name, **sizes)
+    return _traced(model, name=name, microbatch_sequences=microbatch_sequences, lengths=lengths)
 
 
 def described_model(file: Path, content: Mapping[str, Any], dtype: torch.dtype) -> tuple[Any, str]:
@@ -80,8 +82,8 @@ def described_model(file: Path, content: Mapping[str, Any], dtype: torch.dtype) 
     return model, kind if attention == "sdpa" else f"{kind} ({attention} attention)"
 
 
-def _traced(model: Any, **options: Any) -> Workload:
-    return workload_of(model.train(), loss=_loss, **options)
+def _traced(model: Any, **options: Any) -> list[Workload]:
+    return workloads_of(model.train(), loss=_loss, **options)
 
 
 def _loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
