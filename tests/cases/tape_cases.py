@@ -24,6 +24,23 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 128,
     "use_cache": False,
 }
+WINDOWS: dict[str, Any] = {"sliding_window": 8, "layer_types": [*["sliding_attention"] * 4, *["full_attention"] * 3]}
+LATENT: dict[str, Any] = {
+    "first_k_dense_replace": 3,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+}
+"""Experts behind dense layers, and attention over latent keys and values."""
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
@@ -31,7 +48,7 @@ def built(kind: str, device: str, dtype: torch.dtype = torch.float32, attention:
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **more}, attn_implementation=attention)
     torch.manual_seed(0)
     with torch.device(device):
-        return getattr(transformers, f"{kind}ForCausalLM")._from_config(config, dtype=dtype).train()
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).train()
 
 
 def tokens(device: str, sequences: int = 2, length: int = 24) -> torch.Tensor:

@@ -336,6 +336,55 @@ RuntimeError: No backend type associated with device type cpu""",
     ("illegal-access", "RuntimeError: CUDA error: an illegal memory access was encountered", 1),
     ("segmentation-fault", "Fatal Python error: Segmentation fault", 1),
     ("segmentation-fault", "failed (exitcode: -11) local_rank: 0", 1),
+    (
+        "pin-over-2-gib",
+        """  File "modules/util/offload.py", line 412, in allocate
+    self.cache = torch.zeros((self.num_bytes,), dtype=torch.int8, pin_memory=True)
+torch.AcceleratorError: CUDA error: invalid argument
+CUDA kernel errors might be asynchronously reported at some other API call""",
+        3,
+    ),
+    ("gpu-failed", "kernel: NVRM: Xid (PCI:0000:9b:00): 79, pid=1234, name=python, GPU has fallen off the bus.", 1),
+    ("launch-failure", "torch.AcceleratorError: CUDA error: unspecified launch failure", 1),
+    (
+        "inference-tensor",
+        """  File "gradient_checkpointing.py", line 510, in forward
+    x.copy_(hidden_states, non_blocking = True)
+RuntimeError: Inplace update to inference tensor outside InferenceMode is not allowed.""",
+        3,
+    ),
+    (
+        "second-backward-checkpointed",
+        """  File "unsloth_zoo/gradient_checkpointing.py", line 333, in backward
+    torch.autograd.backward(output, dY)
+RuntimeError: Trying to backward through the graph a second time (or directly access saved tensors after they have""",
+        3,
+    ),
+    ("second-backward", "RuntimeError: Trying to backward through the graph a second time", 1),
+    (
+        "fused-step-mismatch",
+        "RuntimeError: params, grads, exp_avgs, and exp_avg_sqs must have same dtype, device, and layout",
+        1,
+    ),
+    (
+        "moved-under-fsdp",
+        """    params = self.module.state_dict()
+RuntimeError: Attempted to set the storage of a tensor on device "cpu" to a storage on different device "cuda:0".""",
+        2,
+    ),
+    ("mixed-dtypes", "RuntimeError: mat1 and mat2 must have the same dtype, but got Float and BFloat16", 1),
+    (
+        "two-state-offloads",
+        "AssertionError: --offload-optimizer-states and --optimizer-cpu-offload are mutually exclusive",
+        1,
+    ),
+    ("not-an-optimizer", "TypeError: CPUOffloadOptimizer is not an Optimizer", 1),
+    (
+        "unequal-steps",
+        """[rank58]:   File "megatron/core/optimizer/distrib_optimizer.py", line 630, in state_dict
+[rank58]: AssertionError: steps: [10, 10, 0]""",
+        2,
+    ),
 ]
 
 
@@ -390,6 +439,18 @@ SPELLINGS = [
     ("stream-capture", "CUDA driver: cudaErrorStreamCaptureUnsupported"),
     ("segmentation-fault", "rank 3 got SIGSEGV"),
     ("segmentation-fault", "Signal 11 received by PID 4711"),
+    ("gpu-failed", "RuntimeError: CUDA error: uncorrectable ECC error encountered"),
+    ("gpu-failed", "NVRM: Xid (PCI:0000:9b:00): 95, pid=1234, Uncontained"),
+    ("gpu-failed", "Unable to determine the device handle for GPU 0000:9B:00.0: GPU is lost."),
+    ("launch-failure", "cudaErrorLaunchFailure"),
+    ("inference-tensor", "RuntimeError: Inference tensors cannot be saved for backward."),
+    ("moved-under-fsdp", "FSDP parameters should be materialized on CPU when enabling CPU offloading."),
+    ("moved-under-fsdp", "An FSDP-managed module with parameter CPU offloading enabled has parameters on cuda:0."),
+    ("moved-under-fsdp", "attempting to assign a gradient with device type 'cpu' to a tensor with device type 'cuda'"),
+    ("mixed-dtypes", "RuntimeError: expected scalar type Float but found BFloat16"),
+    ("mixed-dtypes", "RuntimeError: expected m1 and m2 to have the same dtype, but got: float != c10::BFloat16"),
+    ("two-state-offloads", "optimizer_cpu_offload=True does not support offload_optimizer_states"),
+    ("unequal-steps", "    assert all(s == steps[0] for s in steps)"),
 ]
 
 
@@ -409,7 +470,24 @@ CONTEXTS = {
         "copying to pinned buffers",
         "page-locked copies: 12 GiB",
     ),
-    ("pin-invalid-argument", "CUDA driver: cudaErrorInvalidValue"): ("cudaHostAlloc", "pinned", "page locked"),
+    ("pin-over-2-gib", "CUDA error: invalid argument"): (
+        "buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)",
+        "cudaHostRegister failed",
+        "cuMemHostRegister(address, size)",
+    ),
+    ("second-backward-checkpointed", "Trying to backward through the graph a second time"): (
+        "torch/utils/checkpoint.py",
+        "{'gradient_checkpointing': True}",
+        "hf_checkpointing.py",
+        "Unsloth 2026.9",
+    ),
+    ("pin-invalid-argument", "CUDA driver: cudaErrorInvalidValue"): (
+        "cudaHostAlloc",
+        "pinned",
+        "page locked",
+        "padded.cpu().pin_memory()",
+        "torch/utils/data/_utils/pin_memory.py",
+    ),
     ("killed-while-saving", "Killed"): (
         "saving the model to out/",
         "save_checkpoint(path)",
@@ -489,6 +567,9 @@ optimizer_offload_fraction ...................... 0.5
 optimizer_offload_fraction: 1.05
 Process finished with exit code: 0, return code = 0, exitcode: -9000
 killed off the last bug; Killedby
+offload_optimizer_states ........................ False
+NVRM: Xid (PCI:0000:9b:00): 63, pid=1234, Row remapper: New row marked for remapping
+--offload-optimizer-states keeps the GPU step, other than --optimizer-cpu-offload
 """
 
 

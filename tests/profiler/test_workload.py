@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tape_cases import EXPERTS, built, loss_of, parts, tokens
+from tape_cases import EXPERTS, LATENT, WINDOWS, built, loss_of, parts, tokens
 
 import hostward
 from hostward.core.inventory import Dtype
@@ -49,13 +49,22 @@ def test_functions_of_tokens_meet_runs_at_other_sizes(attention: str, sequences:
             assert max(m.of(*at) for m in curve.backward) == pytest.approx(max(real.backward), abs=4096)
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Qwen3Moe"])
-def test_a_model_of_many_layers_is_what_a_run_of_all_of_them_holds(kind: str) -> None:
-    more = {**EXPERTS, "output_router_logits": True} if kind == "Qwen3Moe" else {}
+@pytest.mark.parametrize(
+    ("kind", "more", "kinds"),
+    [
+        ("Llama", {}, 1),
+        ("Qwen3Moe", {**EXPERTS, "num_experts": 64, "output_router_logits": True, "mlp_only_layers": [0, 1, 2]}, 2),
+        ("Gemma3Text", WINDOWS, 2),
+        ("DeepseekV3", LATENT, 2),
+    ],
+    ids=["llama", "dense and experts", "windows", "latent attention"],
+)
+def test_a_model_of_many_layers_is_what_a_run_of_all_of_them_holds(kind: str, more: dict[str, Any], kinds: int) -> None:
     model = built(kind, "meta", torch.bfloat16, "sdpa", num_hidden_layers=7, **more)
     work, whole = work_of(model), parts(model, tokens("meta"))
     curves = [layer.curves[Way.KEEP] for layer in work.layers if layer.curves]
     assert len(curves) == len(whole) == 9
+    assert len({id(curve) for curve in curves[1:-1]}) == kinds
     for i, (curve, real) in enumerate(zip(curves, whole, strict=True)):
         assert curve.kept.of(48, 24) == pytest.approx(real.kept_bytes)
         held = real.input_bytes if i == 1 else 0  # by the caller as well

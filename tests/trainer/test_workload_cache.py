@@ -12,6 +12,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -41,9 +42,9 @@ class Asked:
         self.answer = answer
         self.times = 0
 
-    def __call__(self) -> Workload:
+    def __call__(self, lengths: Sequence[int]) -> list[Workload]:
         self.times += 1
-        return self.answer
+        return [self.answer]
 
 
 def test_a_workload_reads_back_equal(workload: Workload) -> None:
@@ -63,11 +64,11 @@ def test_what_is_no_workload_is_a_value_error(text: str) -> None:
 def test_the_same_question_is_answered_once(tmp_path: Path, workload: Workload) -> None:
     asked = Asked(workload)
     for _ in range(2):
-        assert workload_cache.cached_workload(tmp_path / "new", {"model": 1}, asked) == workload
+        assert workload_cache.cached_workload(tmp_path / "new", {"model": 1}, 256, asked) == workload
     assert asked.times == 1
-    workload_cache.cached_workload(tmp_path / "new", {"model": 2}, asked)
+    workload_cache.cached_workload(tmp_path / "new", {"model": 2}, 256, asked)
     assert asked.times == 2
-    workload_cache.cached_workload(None, {"model": 1}, asked)
+    workload_cache.cached_workload(None, {"model": 1}, 256, asked)
     assert asked.times == 3
 
 
@@ -77,7 +78,7 @@ def test_what_the_answer_depends_on_is_in_the_key(
     asked = Asked(workload)
 
     def times() -> int:
-        workload_cache.cached_workload(tmp_path / "kept", {"model": 1}, asked)
+        workload_cache.cached_workload(tmp_path / "kept", {"model": 1}, 256, asked)
         return asked.times
 
     assert times() == times() == 1
@@ -103,17 +104,17 @@ def test_what_the_answer_depends_on_is_in_the_key(
 
 def test_a_file_that_is_broken_is_written_again(tmp_path: Path, workload: Workload) -> None:
     asked = Asked(workload)
-    workload_cache.cached_workload(tmp_path, {}, asked)
+    workload_cache.cached_workload(tmp_path, {}, 256, asked)
     (file,) = tmp_path.glob("*.json")
     file.write_text(file.read_text()[:-100])
-    assert workload_cache.cached_workload(tmp_path, {}, asked) == workload
+    assert workload_cache.cached_workload(tmp_path, {}, 256, asked) == workload
     assert asked.times == 2
     assert from_text(file.read_text()) == workload
 
 
 def test_where_nothing_can_be_written_the_answer_is_the_same(tmp_path: Path, workload: Workload) -> None:
     (tmp_path / "file").write_text("")
-    assert workload_cache.cached_workload(tmp_path / "file" / "below", {}, Asked(workload)) == workload
+    assert workload_cache.cached_workload(tmp_path / "file" / "below", {}, 256, Asked(workload)) == workload
 
 
 def test_the_oldest_files_go(tmp_path: Path, workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,11 +122,11 @@ def test_the_oldest_files_go(tmp_path: Path, workload: Workload, monkeypatch: py
     few = replace(workload, layers=())
     asked = Asked(few)
     for question in range(4):
-        workload_cache.cached_workload(tmp_path, {"q": question}, asked)
+        workload_cache.cached_workload(tmp_path, {"q": question}, 256, asked)
         for file in tmp_path.glob("*.json"):
             os.utime(file, (file.stat().st_mtime - 10,) * 2)
     assert len(list(tmp_path.glob("*.json"))) == 2
-    workload_cache.cached_workload(tmp_path, {"q": 3}, asked)
+    workload_cache.cached_workload(tmp_path, {"q": 3}, 256, asked)
     assert asked.times == 4
 
 
@@ -180,7 +181,7 @@ def test_tracing_looks_at_no_option_that_is_left_out_of_the_question() -> None:
         setattr(model, field.name, getattr(config.model, field.name))
     seen.clear()
     config.model = model
-    trace_recipe(config, 300)
+    trace_recipe(config, 300, (256,))
     assert "num_layers" in seen
     assert not seen & NOT_TRACED
 
@@ -208,6 +209,18 @@ def test_a_configuration_that_was_edited_is_another_question(tmp_path: Path) -> 
         numels.append(config_workload(file, sequence_tokens=8, folder=folder).inventory.numel)
     assert numels == [numels[0], numels[0], numels[0] + 2 * 64 * 100]
     assert len(list(folder.glob("*.json"))) == 2
+
+
+def test_a_length_near_one_that_was_traced_needs_no_trace(tmp_path: Path) -> None:
+    folder = tmp_path / "kept"
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 100, **sizes, **heads}))
+    files = []
+    for length in (64, 96, 256, 31, 64, 96):
+        assert config_workload(tmp_path, sequence_tokens=length, folder=folder).sequence_tokens == length
+        files.append(len(list(folder.glob("*.json"))))
+    assert files == [1, 1, 1, 2, 2, 2]
 
 
 def test_a_model_that_was_traced_before_is_planned_without_torch(

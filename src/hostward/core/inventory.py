@@ -17,6 +17,7 @@ from enum import StrEnum
 from functools import cached_property
 from itertools import groupby
 from operator import attrgetter
+from typing import Any
 
 from hostward.errors import ConfigError
 
@@ -59,9 +60,12 @@ def master_kind(dtype: Dtype, *, split: bool = True) -> MasterKind:
     return MasterKind.SPLIT if dtype is Dtype.BF16 and split else MasterKind.PLAIN
 
 
+_STATE_BYTES = {MasterKind.WEIGHT: 8, MasterKind.SPLIT: 10, MasterKind.PLAIN: 12}
+
+
 def state_bytes_per_element(kind: MasterKind) -> int:
     """Return the bytes of optimizer state per offloaded element: moments 8, low 16 bits 2 or main weight 4."""
-    return {MasterKind.WEIGHT: 8, MasterKind.SPLIT: 10, MasterKind.PLAIN: 12}[kind]
+    return _STATE_BYTES[kind]
 
 
 def host_bytes_per_element(dtype: Dtype, kind: MasterKind) -> int:
@@ -139,6 +143,11 @@ class Bucket:
     @cached_property
     def host_bytes(self) -> int:
         return self.numel * host_bytes_per_element(self.dtype, self.kind)
+
+    @cached_property
+    def rows(self) -> dict[str, Any]:
+        """Rows of plans for this bucket by placement, which `hostward.core.placement` makes once."""
+        return {}
 
 
 @dataclass(frozen=True, slots=True)

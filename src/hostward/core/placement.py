@@ -128,10 +128,15 @@ def _count(row: dict[str, object], key: str) -> int:
 
 def placed(buckets: Sequence[Bucket], placements: Sequence[Placement], asked_fraction: float) -> Plan:
     """Return the plan that gives `placements[i]` to `buckets[i]`."""
-    rows = tuple(
-        PlacedBucket(b.name, b.numel, b.state_bytes, b.host_bytes, p) for b, p in zip(buckets, placements, strict=True)
-    )
-    return Plan(asked_fraction, rows)
+    return Plan(asked_fraction, tuple(_row(b, p) for b, p in zip(buckets, placements, strict=True)))
+
+
+def _row(bucket: Bucket, placement: Placement) -> PlacedBucket:
+    found: PlacedBucket | None = bucket.rows.get(placement)
+    if found is None:
+        found = PlacedBucket(bucket.name, bucket.numel, bucket.state_bytes, bucket.host_bytes, placement)
+        bucket.rows[placement] = found
+    return found
 
 
 # Choosing placements: pure functions of the inventory and the user's request.
@@ -178,29 +183,31 @@ def place_fraction(buckets: Sequence[Bucket], fraction: float, streamed_fraction
     """
     fraction = checked_fraction(fraction)
     share = checked_fraction(streamed_fraction, "streamed_fraction")
-    total = sum(b.state_bytes for b in buckets)
-    cumulative = [0, *accumulate(b.state_bytes for b in reversed(buckets))]
-    above = min(bisect_left(cumulative, fraction * total), len(buckets))
-    count = min(max(0, above - 1), above, key=lambda k: abs(cumulative[k] - fraction * total))
+    sizes = [b.state_bytes for b in buckets]
+    cumulative = [0, *accumulate(reversed(sizes))]
+    wanted = fraction * cumulative[-1]
+    above = min(bisect_left(cumulative, wanted), len(buckets))
+    count = min(max(0, above - 1), above, key=lambda k: abs(cumulative[k] - wanted))
     on_device = len(buckets) - count
     placements = [Placement.DEVICE] * on_device
-    offloaded = buckets[on_device:]
+    offloaded = sizes[on_device:]
     # A GPU staging buffer holds the largest streamed bucket: a few large ones would make every buffer as large.
-    middle = sorted(b.state_bytes for b in offloaded)[len(offloaded) // 2] if offloaded else 0
-    small_bytes = sum(b.state_bytes for b in offloaded if b.state_bytes <= LARGEST_STREAMED * middle)
-    asked_bytes = share * sum(b.state_bytes for b in offloaded)
+    largest = LARGEST_STREAMED * sorted(offloaded)[count // 2] if offloaded else 0
+    small_bytes = sum(size for size in offloaded if size <= largest)
+    asked_bytes = share * sum(offloaded)
     among_small = asked_bytes <= small_bytes
     if among_small and small_bytes:
         share = asked_bytes / small_bytes
+    tolerance = min(share, 1 - share)
     seen = streamed = 0
-    for bucket in offloaded:
-        if among_small and bucket.state_bytes > LARGEST_STREAMED * middle:
+    for size in offloaded:
+        if among_small and size > largest:
             placements.append(Placement.HOST)
             continue
-        seen += bucket.state_bytes
-        if share and share * seen - streamed >= min(share, 1 - share) * bucket.state_bytes:
+        seen += size
+        if share and share * seen - streamed >= tolerance * size:
             placements.append(Placement.STREAMED)
-            streamed += bucket.state_bytes
+            streamed += size
         else:
             placements.append(Placement.HOST)
     return placed(buckets, placements, fraction)

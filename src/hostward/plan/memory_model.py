@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hostward.core.inventory import SPLIT_ELEMENTS, MasterKind, master_kind, state_bytes_per_element
+from hostward.core.inventory import SPLIT_ELEMENTS, MasterKind, master_kind
 from hostward.core.placement import Placement
 from hostward.core.units import MIB
 from hostward.errors import ConfigError
@@ -128,7 +128,7 @@ class MemoryModel:
         host, pinned = self._host(choice, gradients, step.parked_bytes, frozen)
         buckets = self.workload.inventory.buckets
         state = sum(
-            self._facts.padded[b] * state_bytes_per_element(buckets[b].kind) + 8 * len(buckets[b].ranges)
+            self._facts.state_bytes[b] + 8 * len(buckets[b].ranges)
             for b, placement in enumerate(choice.placements)
             if placement is Placement.DEVICE
         )
@@ -173,10 +173,10 @@ class MemoryModel:
         Args:
             frozen: bytes of offloaded weights that are not trained.
         """
-        buckets, padded, workload = self.workload.inventory.buckets, self._facts.padded, self.workload
+        buckets, facts, workload = self.workload.inventory.buckets, self._facts, self.workload
         streamed = stepped = weights = landing = 0.0
-        for bucket, elements, placement in zip(buckets, padded, choice.placements, strict=True):
-            state = elements * state_bytes_per_element(bucket.kind)
+        sizes = zip(buckets, facts.padded, facts.state_bytes, choice.placements, strict=True)
+        for bucket, elements, state, placement in sizes:
             if placement is Placement.STREAMED:
                 streamed += state
             elif placement is Placement.HOST:

@@ -14,7 +14,7 @@ from hostward.core.inventory import SPLIT_ELEMENTS, Bucket, Inventory, Parameter
 from hostward.errors import ConfigError
 from hostward.plan.budgets import Required
 from hostward.plan.decisions import Choice
-from hostward.plan.memory_model import MemoryModel, Needs, required
+from hostward.plan.memory_model import MemoryModel, Needs
 from hostward.plan.workload import Layer, Workload
 
 
@@ -128,9 +128,14 @@ def _part(layer: Layer, parts: Sequence[Parameter], ranks: int) -> Layer:
 
 def required_of(workload: Workload) -> Required:
     """Build the memory model of a workload and of other workloads with the same ranks."""
-    model = MemoryModel(workload)
+    models = [MemoryModel(workload)]
 
     def needs(asked: Workload, choice: Choice) -> Needs:
-        return model.required(choice) if asked is workload else required(asked, choice)
+        model = next((known for known in models if known.workload is asked), None)
+        if model is None:
+            # Of another workload, such as one of shorter sequences, many choices are asked one after the other.
+            model = MemoryModel(asked)
+            models[1:] = [model]
+        return model.required(choice)
 
     return needs

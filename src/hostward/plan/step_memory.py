@@ -376,11 +376,12 @@ class StepModel:
 
     def _spans(self) -> list[TriggerInterval]:
         samples, points = self.timeline.totals, self.timeline.points
-        ends = [*(at for at, _, _ in points[1:]), len(samples)]
+        ends, last = [*(at for at, _, _ in points[1:]), len(samples)], len(samples) - 1
         found = []
         for (start, layer, bucket), end in zip(points, ends, strict=True):
             # Bytes at a trigger count for its span, even if no moment falls into it.
-            peak = max(samples[min(start, len(samples) - 1) : max(end, start + 1)])
+            first = min(start, last)
+            peak = samples[first] if end <= first + 1 else max(samples[first:end])
             found.append(TriggerInterval(layer, bucket, 0, round(peak)))
         return found
 

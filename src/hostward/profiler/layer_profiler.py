@@ -16,7 +16,7 @@ import torch
 from hostward.activations.module_filter import MEGATRON_MODULES
 from hostward.errors import ModelError
 from hostward.model.autograd import tensors_of
-from hostward.profiler.meta_tape import Block, MetaTape, Work
+from hostward.profiler.meta_tape import Block, Made, MetaTape, Work
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 """Function `loss(model, ids)` of token numbers int64 [sequences, tokens] that returns a 0-dim tensor, as training does.
@@ -50,15 +50,18 @@ class PartRun:
     work: Mapping[str, Work] = field(default_factory=dict)
 
 
-def run(model: torch.nn.Module, layers: Layers, ids: torch.Tensor, loss: Loss) -> list[PartRun]:
+def run(
+    model: torch.nn.Module, layers: Layers, ids: torch.Tensor, loss: Loss, made: Made | None = None
+) -> list[PartRun]:
     """Run a model and return its parts in order of use in forward.
 
-    Model and ids are on one device, usually meta, and no parameter has a gradient.
+    Model and ids are on one device, usually meta, and no parameter has a gradient. With `made`, which is filled,
+    several runs on the meta device take less time.
 
     Raises:
         ModelError: the model needs values; or its layers are not called once each, in this order.
     """
-    recorder = LayerProfiler(model, layers, ids)
+    recorder = LayerProfiler(model, layers, ids, made)
     try:
         recorder.record(loss)
         return recorder.parts()
@@ -73,7 +76,7 @@ def run(model: torch.nn.Module, layers: Layers, ids: torch.Tensor, loss: Loss) -
 
 
 class LayerProfiler:
-    def __init__(self, model: torch.nn.Module, layers: Layers, ids: torch.Tensor) -> None:
+    def __init__(self, model: torch.nn.Module, layers: Layers, ids: torch.Tensor, made: Made | None = None) -> None:
         self._model, self._layers, self._ids = model, layers, ids
         self._starts: list[int] = [0]
         """First forward operation by part."""
@@ -84,7 +87,7 @@ class LayerProfiler:
         self._saved: list[tuple[int, str, Block]] = []
         self._end = 0
         outside = [*model.parameters(), *model.buffers(), ids]
-        self._tape = MetaTape(ids.device, outside, lambda: self._stack[-1] if self._stack else None)
+        self._tape = MetaTape(ids.device, outside, lambda: self._stack[-1] if self._stack else None, made)
 
     def record(self, loss: Loss) -> None:
         """Run forward and backward. Raises ModelError for layers that are not called once each."""

@@ -45,6 +45,12 @@ class Work:
         return Work(self.flops + other.flops, self.traffic_bytes + other.traffic_bytes)
 
 
+Made = dict[Any, Sequence[tuple[torch.Size, tuple[int, ...], torch.dtype]]]
+"""Sizes, strides and dtypes of the new memory that operations return, by operation and arguments; none if any of it is
+that of an argument.
+"""
+
+
 class MetaTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Record operations and storages while entered.
 
@@ -52,11 +58,19 @@ class MetaTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         device: device whose storages count.
         outside: tensors whose storages do not count: weights, buffers, inputs.
         label: returns the owner of an operation.
+        made: what operations returned on other tapes of the meta device, where torch finds that out in Python, slowly.
     """
 
-    def __init__(self, device: torch.device, outside: Sequence[torch.Tensor], label: Callable[[], str | None]) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        outside: Sequence[torch.Tensor],
+        label: Callable[[], str | None],
+        made: Made | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device, self._label = device, label
+        self._made: Made = {} if made is None else made
         self.attention = Attention(self)
         """Mode to enter where attention may run; again in backward, since modes do not last into it."""
         self._experts = 1
@@ -83,10 +97,26 @@ class MetaTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         out = self._special(func, args)
         if out is None:
-            out = func(*args, **kwargs)
+            out = self._computed(func, args, kwargs)
         for tensor in _tensors(out):
             self._see(tensor)
         self.work.append((self._label(), _work_of(func, args, out)))
+        return out
+
+    def _computed(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return what an operation returns: on the meta device, new memory like that of the same one before."""
+        if func.is_view or self._device != _META:
+            return func(*args, **kwargs)
+        try:
+            key = func, _described(args), _described(tuple(kwargs.items()))
+            known = self._made.get(key)
+        except TypeError:
+            return func(*args, **kwargs)
+        if known:
+            found = [torch.empty_strided(size, stride, dtype=dtype, device=_META) for size, stride, dtype in known]
+            return found[0] if len(found) == 1 else tuple(found)
+        out = func(*args, **kwargs)
+        self._made.setdefault(key, _as_new(args, out))
         return out
 
     def _see(self, tensor: torch.Tensor) -> None:
@@ -142,6 +172,31 @@ class MetaTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return torch.arange(self._experts, device="cpu").unsqueeze(1)
         rows = max(1, mask.numel() // self._experts)
         return torch.empty(rows, mask.dim(), dtype=torch.int64, device=_META)
+
+
+def _described(value: Any) -> Any:
+    """Return what the result of an operation depends on. Raises TypeError for an argument of another device."""
+    if isinstance(value, torch.Tensor):
+        if value.device != _META or value.layout is not torch.strided:
+            raise TypeError
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_described, value))
+    return type(value), value  # 1 and 1.0 and True are equal
+
+
+def _as_new(args: Sequence[Any], out: Any) -> Sequence[tuple[torch.Size, tuple[int, ...], torch.dtype]]:
+    """Return sizes, strides and dtypes of what is returned; nothing if any of it is not new memory of its own."""
+    tensors = [out] if isinstance(out, torch.Tensor) else out
+    if not isinstance(tensors, (list, tuple)) or not all(isinstance(t, torch.Tensor) for t in tensors):
+        return ()
+    storages = [t.untyped_storage() for t in tensors]
+    given = {t.untyped_storage()._cdata for t in _tensors(args)}
+    dense = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=_META) for t in tensors]
+    new = len({s._cdata for s in storages} - given) == len(tensors) and all(t.device == _META for t in tensors)
+    if not new or any(d.untyped_storage().nbytes() != s.nbytes() for d, s in zip(dense, storages, strict=True)):
+        return ()
+    return [(t.shape, t.stride(), t.dtype) for t in tensors]
 
 
 def _uses(tensor: torch.Tensor) -> int:
@@ -230,7 +285,8 @@ class Attention(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.nn.functional.scaled_dot_product_attention and args[0].device == _META:
             query, key, value = args[:3]
-            out = _FusedAttention.apply(query, key, value)  # type: ignore[no-untyped-call]
+            mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+            out = _FusedAttention.apply(query, key, value, mask)  # type: ignore[no-untyped-call]
             causal = bool(kwargs.get("is_causal", args[5] if len(args) > 5 else False))
             # With a causal mask the kernels compute only the unmasked half.
             products = 2.0 * math.prod(query.shape[:3]) * key.shape[2] * (query.shape[3] + value.shape[3])
@@ -242,21 +298,29 @@ class Attention(TorchFunctionMode):
 class _FusedAttention(torch.autograd.Function):
     """Save the inputs, the output and the log-sum-exp; backward accumulates the queries' gradient in fp32.
 
-    query: [batch, heads, tokens, size]; key and value may have fewer heads.
+    query: [batch, heads, tokens, size]; key and value may have fewer heads. mask: None, or what the kernels add to the
+    scores; one of booleans is written out in the dtype of the query, for each call.
     """
 
     @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        batch, heads, tokens, _ = query.shape
-        out = query.new_empty(batch, tokens, heads, value.shape[-1]).transpose(1, 2)
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        batch, heads, tokens, size = query.shape
+        if mask is not None and mask.dtype is torch.bool:
+            mask = query.new_empty(mask.shape)
+        if mask is None and value.shape[-1] == size:
+            out = torch.empty_like(query)  # the flash kernel's has the layout of the query
+        else:
+            out = query.new_empty(batch, tokens, heads, value.shape[-1]).transpose(1, 2)
         sums = query.new_empty(batch, heads, tokens, dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, out, sums)
+        ctx.save_for_backward(query, key, value, out, sums, *(() if mask is None else (mask,)))
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        query, key, value, _, sums = ctx.saved_tensors
+        query, key, value, _, sums = ctx.saved_tensors[:5]
         workspace = query.new_empty(query.shape, dtype=torch.float32), torch.empty_like(sums)
         gradients = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         del workspace
-        return gradients
+        return *gradients, None

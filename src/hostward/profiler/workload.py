@@ -17,26 +17,36 @@ from hostward.model.layers import find_layers
 from hostward.model.parameters import ParamRegistry, groups_of
 from hostward.plan.workload import Curve, Layer, Moment, PerToken, Saved, Way, Workload
 from hostward.profiler.layer_profiler import Layers, Loss, PartRun, run
+from hostward.profiler.meta_tape import Made
 from hostward.runtime.backend import DTYPES
 
 _NOTHING = PerToken(0.0)
 
 
-def workload_of(
+def workload_of(model: torch.nn.Module, *, sequence_tokens: int, loss: Loss, **options: Any) -> Workload:
+    """Profile one step of training a causal language model, with sequences of this length.
+
+    Options, raises as `workloads_of`.
+    """
+    return workloads_of(model, lengths=(sequence_tokens,), loss=loss, **options)[0]
+
+
+def workloads_of(
     model: torch.nn.Module,
     *,
-    sequence_tokens: int,
+    lengths: Sequence[int],
+    loss: Loss,
     microbatch_sequences: int = 1,
     microbatches: int = 1,
-    loss: Loss,
     name: str = "",
     layers: Sequence[torch.nn.Module] | None = None,
     split_master: bool = True,
-) -> Workload:
-    """Profile one step of training a causal language model.
+) -> list[Workload]:
+    """Profile one step of training a causal language model, for each of these sequence lengths.
 
-    One forward and backward run on the meta device at three sizes, over as many layers as there are kinds of them,
-    twice. `model` is not changed, and may be on the meta device itself.
+    One forward and backward run on the meta device at three sizes for a length, over as many layers as there are kinds
+    of them, twice. `model` is not changed, and may be on the meta device itself. A length that is twice another one has
+    a size in common with it, which is run once.
 
     Args:
         loss: the loss of training, of token numbers int64 [sequences, tokens].
@@ -48,7 +58,7 @@ def workload_of(
         ModelError: no layers were found; forward depends on values of tensors; or the model is sharded.
         ConfigError: sizes below 1.
     """
-    for option, value in (("sequence_tokens", sequence_tokens), ("microbatch_sequences", microbatch_sequences)):
+    for option, value in (("sequence_tokens", min(lengths)), ("microbatch_sequences", microbatch_sequences)):
         if value < 1:
             raise ConfigError(f"{option} must be at least 1, got {value}")
     if groups_of(model) is not None:
@@ -58,18 +68,20 @@ def workload_of(
             fix="plan with the model as it is before fully_shard",
         )
     found = find_layers(model, layers)
-    traced = _Traced(model, found, Size(microbatch_sequences, sequence_tokens), loss)
+    traced = _Traced(model, found, loss)
     inventory = inventory_of(model, split_master=split_master)
-    parts = traced.parts()
-    return Workload(
-        name or type(model).__name__,
-        inventory,
-        tuple(_in_order(model, found, parts)),
-        _weight_dtype(model),
-        sequence_tokens,
-        microbatch_sequences,
-        microbatches,
-    )
+    return [
+        Workload(
+            name or type(model).__name__,
+            inventory,
+            tuple(_in_order(model, found, traced.parts(Size(microbatch_sequences, length)))),
+            _weight_dtype(model),
+            length,
+            microbatch_sequences,
+            microbatches,
+        )
+        for length in lengths
+    ]
 
 
 def inventory_of(model: torch.nn.Module, *, split_master: bool = True) -> Inventory:
@@ -95,20 +107,23 @@ def _weight_dtype(model: torch.nn.Module) -> Dtype:
 class _Traced:
     """Run a short model that has each kind of layer twice."""
 
-    def __init__(self, model: torch.nn.Module, layers: Layers, size: Size, loss: Loss) -> None:
+    def __init__(self, model: torch.nn.Module, layers: Layers, loss: Loss) -> None:
         self._model, self._layers, self._loss = model, layers, loss
-        self._size = size
-        self._fit = TokenFit(size)
+        self._size = Size(1, 1)
+        self._run_at: dict[tuple[Way, Size], list[PartRun]] = {}
+        self._made: Made = {}
         kinds = _kinds(model, layers)
         first = [[i for i, kind in enumerate(kinds) if kind == known] for known in dict.fromkeys(kinds)]
         self._few = sorted(i for held in first for i in held[:2])
-        self._more = sorted(i for held in first for i in held[:3])
+        self._more = {held[2]: len(held) - 2 for held in first if len(held) > 2}
+        """One layer more of each kind that has one, and how many there are of it besides the two."""
         representative = {kinds[held[0]]: held[:2][-1] for held in first}
         self._stands_for = [self._few.index(representative[kind]) for kind in kinds]
         self._short = _short(model, layers, self._few)
 
-    def parts(self) -> list[Layer]:
-        """Return the layers and the parts before and after them, without weights."""
+    def parts(self, size: Size) -> list[Layer]:
+        """Return the layers and the parts before and after them, without weights, at this size."""
+        self._size, self._fit = size, TokenFit(size)
         runs = {way: found for way in Way if (found := self._runs(way)) is not None}
         made = {few: self._layer(few, runs) for few in dict.fromkeys(self._stands_for)}
         named = []
@@ -125,7 +140,10 @@ class _Traced:
             if not possible:
                 return None
             try:
-                return [run(model, layers, _ids(size), self._loss) for size in sizes(self._size)]
+                for size in sizes(self._size):
+                    if (way, size) not in self._run_at:
+                        self._run_at[way, size] = run(model, layers, _ids(size), self._loss, self._made)
+                return [self._run_at[way, size] for size in sizes(self._size)]
             except ModelError:
                 if way is Way.ELEMENTWISE:
                     return None  # its modules are not what their names promise, and training cannot recompute them
@@ -139,18 +157,16 @@ class _Traced:
 
     def _ends(self, keep: list[list[PartRun]]) -> list[Layer]:
         """Return the parts before and after the layers."""
-        more: list[PartRun] | None = None
-        added = len(self._more) - len(self._few)
-        if added:
-            model, layers = _short(self._model, self._layers, self._more)
-            more = run(model, layers, _ids(self._size), self._loss)
+        more = []
+        for one, count in self._more.items():
+            model, layers = _short(self._model, self._layers, sorted([*self._few, one]))
+            more.append((run(model, layers, _ids(self._size), self._loss, self._made), count))
         found = []
         for part in (0, -1):
             runs = [parts[part] for parts in keep]
             held = curve(self._fit, runs)
-            if more is not None:
-                missing = (len(self._layers) - len(self._few)) / added
-                held = with_layers(self._fit, held, runs[0], more[part], missing)
+            for longer, count in more:
+                held = with_layers(self._fit, held, runs[0], longer[part], count)
             layer = _layer_of("", self._fit, runs, dict.fromkeys(Way, held), None)
             found.append(replace(layer, repeated=False))
         return found
@@ -182,17 +198,33 @@ def _running(layers: Layers, way: Way) -> Iterator[bool]:
 
 def _kinds(model: torch.nn.Module, layers: Layers) -> list[object]:
     """Return for each layer a value that equal layers share."""
-    config: Any = getattr(model, "config", None)
-    types = getattr(config, "layer_types", None)
-    alike = not isinstance(types, (list, tuple)) or len(set(types)) <= 1
-    # The caller looks the type of a layer up by its position, which is another one in a short model.
-    return [_kind(layer) if alike else i for i, (_, layer) in enumerate(layers)]
+    lists = [held for config in _configs(model, layers) for held in _by_layer(config, len(layers)).values()]
+    return [(_kind(layer), tuple(repr(held[i]) for held in lists)) for i, (_, layer) in enumerate(layers)]
 
 
 def _kind(layer: torch.nn.Module) -> object:
-    modules = tuple((path, type(module)) for path, module in layer.named_modules())
+    modules = tuple((path, type(module), _settings(module)) for path, module in layer.named_modules())
     weights = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in layer.named_parameters())
     return modules, weights
+
+
+def _settings(module: torch.nn.Module) -> object:
+    """Return what forward may branch on: words, flags and what is None. Numbers also count layers, and are left out."""
+    public = [(name, value) for name, value in vars(module).items() if not name.startswith("_")]
+    return tuple((name, value if isinstance(value, (str, bool)) else value is None) for name, value in public)
+
+
+def _configs(model: torch.nn.Module, layers: Layers) -> list[Any]:
+    """Return the configurations, each once, that the layers have, and the modules around the list of them."""
+    parents = layers[0][0].split(".")[:-1]
+    around = [model.get_submodule(".".join(parents[:depth])) for depth in range(len(parents) + 1)]
+    held = (getattr(m, "config", None) for m in (*around, *(m for _, layer in layers for m in layer.modules())))
+    return list({id(config): config for config in held if hasattr(config, "__dict__")}.values())
+
+
+def _by_layer(config: Any, count: int) -> dict[str, Sequence[Any]]:
+    """Return the lists of a configuration that say something of each layer, such as how it attends."""
+    return {name: held for name, held in vars(config).items() if isinstance(held, (list, tuple)) and len(held) == count}
 
 
 def _short(model: torch.nn.Module, layers: Layers, chosen: Sequence[int]) -> tuple[torch.nn.Module, Layers]:
@@ -212,13 +244,17 @@ def _short(model: torch.nn.Module, layers: Layers, chosen: Sequence[int]) -> tup
         memo[id(held)] = type(held)(*_unpacked(held, [copy.deepcopy(layers[i][1], memo) for i in chosen]))
         paths = [f"{parent}.{i}" if parent else str(i) for i in range(len(chosen))]
     short = copy.deepcopy(model, memo).train()
-    config: Any = getattr(short, "config", None)
-    if getattr(config, "num_hidden_layers", None) == len(layers):
-        config.num_hidden_layers = len(chosen)
     for module in short.modules():
         if getattr(module, "gradient_checkpointing", False):
             module.gradient_checkpointing = False  # type: ignore[assignment]
-    return short, [(path, short.get_submodule(path)) for path in paths]
+    found = [(path, short.get_submodule(path)) for path in paths]
+    for config in _configs(short, found):
+        of_layers = _by_layer(config, len(layers))
+        # Written past the configuration's own checks, which may compare one length with the other in between.
+        vars(config).update({name: [held[i] for i in chosen] for name, held in of_layers.items()})
+        if vars(config).get("num_hidden_layers") == len(layers):
+            vars(config)["num_hidden_layers"] = len(chosen)
+    return short, found
 
 
 def _unpacked(held: torch.nn.Module, layers: list[torch.nn.Module]) -> list[Any]:
@@ -387,10 +423,10 @@ def curve(fit: TokenFit, runs: Sequence[PartRun]) -> Curve:
     return Curve(forward, fit.moment([r.kept_bytes for r in runs]), backward)
 
 
-def with_layers(fit: TokenFit, found: Curve, run: PartRun, more: PartRun, times: float) -> Curve:
+def with_layers(fit: TokenFit, found: Curve, run: PartRun, more: PartRun, times: int) -> Curve:
     """Extend the curve of a part that holds something for every layer, such as the choices of all routers.
 
-    `run` is the part with a few layers and `more` with some more; the difference is added `times` times.
+    `run` is the part with a few layers and `more` with one more; the difference is added `times` times.
     """
 
     def later(moments: Iterable[Moment], before: Sequence[int], after: Sequence[int]) -> tuple[Moment, ...]:

@@ -3,46 +3,57 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoConfig
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from hostward.config.schema import Config
 from hostward.core.inventory import Dtype
 from hostward.errors import ModelError
 from hostward.plan.workload import Workload
-from hostward.profiler.workload import workload_of
+from hostward.profiler.workload import workloads_of
 from hostward.runtime.backend import TORCH_DTYPES
 from hostward.trainer.models import meta_model, on_meta, training_loss
 
 
-def trace_recipe(config: Config, vocab_size: int | None) -> Workload:
-    """Trace the model of `config` on one microbatch.
+def trace_recipe(config: Config, vocab_size: int | None, lengths: Sequence[int]) -> list[Workload]:
+    """Trace the model of `config` on one microbatch of sequences of each length.
 
     Raises as `recipe_workload`.
     """
     model = config.model
     return _traced(
         meta_model(config, vocab_size, TORCH_DTYPES[Dtype(model.params_dtype)]),
-        sequence_tokens=model.seq_length,
+        lengths=lengths,
         microbatch_sequences=config.train.micro_batch_size,
         split_master=not config.optimizer.use_torch_optimizer_for_cpu_offload,
     )
 
 
 def trace_config_file(
-    file: Path, content: Mapping[str, Any], dtype: Dtype, attn_implementation: str, **sizes: int
-) -> Workload:
-    """Trace the model of the configuration in `file`.
+    file: Path, content: Mapping[str, Any], dtype: Dtype, microbatch_sequences: int, lengths: Sequence[int]
+) -> list[Workload]:
+    """Trace the model of the configuration in `file`, which has this content, for sequences of each length.
 
     Raises ModelError if it is not a causal language model.
     """
+    model, name = described_model(file, content, TORCH_DTYPES[dtype])
+    return _traced(model, name=name, microbatch_sequences=microbatch_sequences, lengths=lengths)
+
+
+def described_model(file: Path, content: Mapping[str, Any], dtype: torch.dtype) -> tuple[Any, str]:
+    """Build the model of a configuration on torch's meta device, and return it with its name.
+
+    It attends by scaled_dot_product_attention, as transformers chooses; where a class of models has none, the name says
+    what it has.
+    Raises ModelError if it is not a causal language model.
+    """
     fix = "name a config.json of a causal language model of transformers, or the folder that holds it"
-    given = dict(content)
+    given = {name: value for name, value in content.items() if not name.endswith("attn_implementation")}
     if (kind := str(given["model_type"])) not in CONFIG_MAPPING:
         near = difflib.get_close_matches(kind, list(CONFIG_MAPPING), n=1)
         raise ModelError(
@@ -56,16 +67,23 @@ def trace_config_file(
         raise ModelError(
             f"{file} does not describe a model", why=f"{type(error).__name__}: {error}", fix=fix
         ) from error
-    described._attn_implementation = attn_implementation
+    if type(described) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(
+            f"{file} does not describe a causal language model",
+            why=f"transformers {transformers.__version__} has none of model type {kind!r}",
+            fix=fix,
+        )
     described.use_cache = False
     try:
-        return _traced(on_meta(described, TORCH_DTYPES[dtype]), name=str(described.model_type), **sizes)
+        model = on_meta(described, dtype)
     except (ValueError, KeyError, ImportError) as error:
         raise ModelError(f"{file} does not describe a causal language model", why=str(error), fix=fix) from error
+    attention = model.config._attn_implementation
+    return model, kind if attention == "sdpa" else f"{kind} ({attention} attention)"
 
 
-def _traced(model: Any, **options: Any) -> Workload:
-    return workload_of(model.train(), loss=_loss, **options)
+def _traced(model: Any, **options: Any) -> list[Workload]:
+    return workloads_of(model.train(), loss=_loss, **options)
 
 
 def _loss(model: Any, ids: torch.Tensor) -> torch.Tensor:

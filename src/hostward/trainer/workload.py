@@ -14,7 +14,7 @@ import logging
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from importlib import metadata
@@ -23,9 +23,10 @@ from typing import Any
 
 import hostward
 from hostward.config.schema import Config, ModelConfig
-from hostward.core.inventory import Dtype
+from hostward.core.inventory import Dtype, Inventory
 from hostward.errors import ConfigError, ModelError
 from hostward.files.atomic_file import replace_text
+from hostward.plan.lengths import at_length, lengths_around
 from hostward.plan.workload import Workload, from_text, to_text
 from hostward.trainer.data.tokenizer import ByteTokenizer
 
@@ -85,14 +86,14 @@ def recipe_workload(
         vocab_size = ByteTokenizer.vocab_size
     options = traced_options(config)
 
-    def trace() -> Workload:
+    def trace(lengths: Sequence[int]) -> list[Workload]:
         from hostward.trainer.meta_trace import trace_recipe  # imports torch
 
-        return trace_recipe(options, vocab_size)
+        return trace_recipe(options, vocab_size, lengths)
 
     question = {"recipe": asdict(options), "vocab_size": vocab_size, "sizes": _sizes_of(model)}
     return replace(
-        cached_workload(folder, question, trace),
+        cached_workload(folder, question, model.seq_length, trace),
         name=name or model.architecture,
         microbatches=max(1, train.global_batch_size // train.micro_batch_size),
         snapshot=config.checkpoint.async_save and config.checkpoint.async_save_mode == "snapshot",
@@ -105,6 +106,7 @@ def traced_options(config: Config) -> Config:
     """Return the options that tracing may depend on, with all others at their defaults."""
     usual, found = ModelConfig(), Config()
     found.model = replace(config.model, **{option: getattr(usual, option) for option in NOT_TRACED})
+    found.model.seq_length = usual.seq_length  # a microbatch has it; the model only states a longest one
     found.train.micro_batch_size = config.train.micro_batch_size
     found.optimizer.use_torch_optimizer_for_cpu_offload = config.optimizer.use_torch_optimizer_for_cpu_offload
     return found
@@ -127,7 +129,6 @@ def config_workload(
     microbatch_sequences: int = 1,
     microbatches: int = 1,
     dtype: Dtype = Dtype.BF16,
-    attn_implementation: str = "sdpa",
     folder: Path | None = None,
 ) -> Workload:
     """Return the workload of a causal language model that transformers knows.
@@ -150,15 +151,14 @@ def config_workload(
             why=f"{type(error).__name__}: {error}",
             fix="name a config.json of a causal language model of transformers, or the folder that holds it",
         ) from error
-    sizes = {"sequence_tokens": sequence_tokens, "microbatch_sequences": microbatch_sequences}
 
-    def trace() -> Workload:
+    def trace(lengths: Sequence[int]) -> list[Workload]:
         from hostward.trainer.meta_trace import trace_config_file
 
-        return trace_config_file(file, content, dtype, attn_implementation, **sizes)
+        return trace_config_file(file, content, dtype, microbatch_sequences, lengths)
 
-    question = {"config": content, "dtype": dtype, "attention": attn_implementation, **sizes}
-    return replace(cached_workload(folder, question, trace), microbatches=microbatches)
+    question = {"config": content, "dtype": dtype, "microbatch_sequences": microbatch_sequences}
+    return replace(cached_workload(folder, question, sequence_tokens, trace), microbatches=microbatches)
 
 
 # The cache of traced workloads.
@@ -179,29 +179,54 @@ def usual_folder() -> Path | None:
         return None
 
 
-def cached_workload(folder: Path | None, question: Mapping[str, Any], trace: Callable[[], Workload]) -> Workload:
-    """Return what `trace` returns, from the cache if it was asked the same question before.
+def cached_workload(
+    folder: Path | None,
+    question: Mapping[str, Any],
+    sequence_tokens: int,
+    trace: Callable[[Sequence[int]], list[Workload]],
+) -> Workload:
+    """Return the workload that `trace` finds for sequences of this length, from the cache if it can be.
+
+    It can if it was asked the same question for this length before, or for one near it: of three lengths, and found the
+    same in all but bytes and operations (`hostward.plan.lengths`).
 
     Args:
-        folder: the cache folder; None: `trace` is called.
-        question: JSON values. `trace` may depend on nothing else but installed software.
+        folder: the cache folder; None: `trace` is called, for this length alone.
+        question: JSON values. `trace` may depend on nothing else but the lengths and installed software.
     """
     if folder is None:
-        return trace()
-    path = folder / f"{_key(question)}.json"
-    with suppress(OSError, ValueError):
-        return from_text(path.read_text(encoding="utf-8"))
+        return trace((sequence_tokens,))[0]
+    key = _key(question)
+    own = folder / f"{key}-{sequence_tokens}.json"
+    for path in (own, *sorted(folder.glob(f"{key}-*.json"))):
+        with suppress(OSError, ValueError):
+            if (known := _read(path, sequence_tokens)) is not None:
+                return known
     log.info("tracing the model, once for all later calls; loading PyTorch")
-    found = trace()
+    found = trace(lengths_around(sequence_tokens))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        replace_text(path, to_text(found), what="trace of a model")
+        replace_text(own, _text(found), what="trace of a model")
         for old in sorted(folder.glob("*.json"), key=lambda p: p.stat().st_mtime)[:-MOST_FILES]:
             old.unlink(missing_ok=True)
     except (OSError, ValueError, ConfigError) as error:
         # Without a cached answer the next call takes as long as this one.
         log.info("the model's workload was not cached: %s", error)
-    return found
+    return found[0]
+
+
+def _text(traced: Sequence[Workload]) -> str:
+    """Write a workload in each line, with the inventory, which is that of all, in the first alone."""
+    first, *others = traced
+    return "\n".join([to_text(first), *(to_text(replace(w, inventory=Inventory((), ()))) for w in others)])
+
+
+def _read(path: Path, sequence_tokens: int) -> Workload | None:
+    """Return the workload of this length from a file of the cache; None if it does not tell it."""
+    traced = [from_text(line) for line in path.read_text(encoding="utf-8").split("\n")]
+    if traced[0].sequence_tokens == sequence_tokens:
+        return traced[0]
+    return at_length(traced, sequence_tokens)
 
 
 def _key(question: Mapping[str, Any]) -> str:
