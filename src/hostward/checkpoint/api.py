@@ -43,15 +43,18 @@ from hostward.checkpoint.collective import Ranks, Stop
 from hostward.checkpoint.save_plan import Value
 from hostward.checkpoint.saving import PLAIN, RANKS, typed_failures
 from hostward.checkpoint.state_dict import (
+    OPTIMIZER,
     empty_optimizer_tensors as empty_optimizer_tensors,
     optimizer_state as optimizer_state,
     parts_of as parts_of,
+    pieces_of,
 )
 from hostward.checkpoint.validate import JSON
 from hostward.checkpoint.writer import in_threads
 from hostward.errors import CheckpointError
 from hostward.model.parameter_names import matched
-from hostward.plan.memory_model import writer_count
+from hostward.optim.state_dict import PiecewiseState
+from hostward.plan.memory_model import LOADED_AT_ONCE_BYTES, writer_count
 
 _SHOWN_NAMES = 3
 
@@ -177,12 +180,64 @@ def load(
         CheckpointError: as `verify`; or the checkpoint is of another model (names, shapes or dtypes differ); or another
             rank failed. A disk that fails between check and read raises it too, and leaves `into` partly filled.
     """
-    path, what, stop = Path(path), f"cannot load checkpoint {path}", Stop()
-    ranks = Ranks(group)
+    _carry_out(_Reading(Path(path), into, ignore), (), Ranks(group))
+
+
+def load_with_state(
+    path: Path,
+    into: Mapping[str, torch.Tensor],
+    optimizer: Any,
+    *,
+    ignore: Collection[str] = (),
+    group: dist.ProcessGroup | None = None,
+    checked: bool = False,
+) -> PiecewiseState:
+    """Load tensors as `load`, and return the optimizer's state of the same checkpoint without having read it.
+
+    Both are checked before anything is written. `optimizer.load_state_dict` reads the state a piece at a time, so no
+    second copy of it exists (512 MiB, or the state of one parameter where that is more).
+
+    Args:
+        optimizer: a `hostward.AdamW`, for whose parameters the checkpoint has state.
+        checked: the checksums of all files have been compared already, by each process: `group` is not used.
+
+    Raises:
+        CheckpointError: as `load`; reading the state may raise it, too.
+    """
+    path = Path(path)
+    known = {name for settings in optimizer.param_groups for name in settings["param_names"]}
+    # Not written to, and so no memory of the host yet.
+    state = empty_optimizer_tensors(optimizer, known)
+    steps = {name: tensor for name, tensor in state.items() if name.endswith("/step")}
+    later = {name: tensor for name, tensor in state.items() if name not in steps}
+    pieces = pieces_of(state, LOADED_AT_ONCE_BYTES)
+    reading = _Reading(path, {**into, **steps, **later}, ignore)
+    _carry_out(reading, later, None if checked else Ranks(group))
+    metadata = reading.metadata
+    del state, later, reading
+    names = set(_index(metadata))
+
+    def read(members: Sequence[str]) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        tensors = empty_optimizer_tensors(optimizer, set(members))
+        wanted = {name: tensor for name, tensor in tensors.items() if not name.endswith("/step")}
+        reading = _Reading(path, wanted, names - set(wanted), metadata)
+        reading.plan()
+        reading.read()
+        return cast("Mapping[str, Mapping[str, torch.Tensor]]", optimizer_state({}, wanted)["state"])
+
+    return PiecewiseState({name: steps[f"{OPTIMIZER}{name}/step"] for name in known}, read, pieces)
+
+
+def _carry_out(reading: _Reading, later: Collection[str], ranks: Ranks | None) -> None:
+    """Check everything, and then read it but for `later`; without ranks only names, shapes and dtypes are checked."""
+    if ranks is None:
+        reading.plan()
+        reading.read(but=later)
+        return
+    what, stop = f"cannot load checkpoint {reading.path}", Stop()
     try:
-        reading = _Reading(path, into, ignore)
         ranks.together(what, lambda: reading.check(whole=ranks.size == 1), stop, arriving=True)
-        ranks.together(what, reading.read, stop)
+        ranks.together(what, lambda: reading.read(but=later), stop)
     finally:
         ranks.close()
 
@@ -202,11 +257,19 @@ def load_some(path: Path, into: Mapping[str, torch.Tensor]) -> None:
 class _Reading:
     """Carry out one load by this process."""
 
-    def __init__(self, path: Path, into: Mapping[str, torch.Tensor], ignore: Collection[str]) -> None:
-        self._path, self._into, self._ignore = path, into, ignore
+    def __init__(
+        self,
+        path: Path,
+        into: Mapping[str, torch.Tensor],
+        ignore: Collection[str],
+        metadata: Metadata | None = None,
+    ) -> None:
+        self.path, self._into, self._ignore, self._metadata = path, into, ignore, metadata
         self._planner = DefaultLoadPlanner()
         self._reader: _CheckedReader
         self._plan: LoadPlan
+        self._names: Mapping[str, str] = {}
+        """Names in the checkpoint, where they differ."""
 
     def check(self, *, whole: bool) -> None:
         """Check names, shapes, dtypes and checksums before anything is loaded.
@@ -214,10 +277,22 @@ class _Reading:
         Args:
             whole: check all files, else the chunks that will be read.
         """
-        path = self._path
         if whole:
-            verify(path)
-        metadata = _read_metadata(path)
+            verify(self.path)
+        self.plan()
+        if not whole:
+            files.verify_ranges(self.path, self._reader.ranges(self._plan))
+
+    @property
+    def metadata(self) -> Metadata:
+        """Return the table of contents, whose checksum is compared when it is read."""
+        if self._metadata is None:
+            self._metadata = _read_metadata(self.path)
+        return self._metadata
+
+    def plan(self) -> None:
+        """Check names, shapes and dtypes, and find what to read. Raises CheckpointError."""
+        path, metadata = self.path, self.metadata
         found = _index(metadata)
         saved_names = matched(self._into, found)
         into = {saved_names.get(name, name): tensor for name, tensor in self._into.items()}
@@ -229,13 +304,14 @@ class _Reading:
             self._planner.set_up_planner(into, metadata, True)
             self._reader.set_up_storage_reader(metadata, True)
             self._plan = self._planner.create_local_plan()
-        if not whole:
-            files.verify_ranges(path, self._reader.ranges(self._plan))
+        self._names = saved_names
 
-    def read(self) -> None:
-        """Fill the tensors."""
-        shares = self._reader.by_file(self._plan, writer_count())
-        with typed_failures(f"cannot load checkpoint {self._path}"):
+    def read(self, *, but: Collection[str] = ()) -> None:
+        """Fill the tensors, besides those with the names of `but`."""
+        left = {self._names.get(name, name) for name in but}
+        items = [item for item in self._plan.items if item.dest_index.fqn not in left]
+        shares = self._reader.by_file(replace(self._plan, items=items), writer_count())
+        with typed_failures(f"cannot load checkpoint {self.path}"):
             in_threads([partial(self._read, share) for share in shares], Stop())
 
     def _read(self, plan: LoadPlan) -> None:
@@ -260,8 +336,8 @@ def restore(
         with_state: False: weights only; moments and step counts stay as they are.
 
     Raises:
-        CheckpointError: as `load`; or `path` is None, which `latest` returns where there is no checkpoint.
-        MemoryLimitError: no memory for the copy of the state that is loaded.
+        CheckpointError: as `load`; or `path` is None, which `latest` returns where there is no checkpoint. Where
+            reading fails after all checks the optimizer's `step()` refuses, until a load succeeds.
     """
     if path is None:
         raise CheckpointError(
@@ -274,12 +350,15 @@ def restore(
     into = {f"model/{name}": t for name, t in model.state_dict().items()}
     saved_names = matched(into, index)  # of tied weights the first alone
     into = {name: t for name, t in into.items() if name in saved_names}
-    state = empty_optimizer_tensors(optimizer) if with_state else {}
-    others = {name for name in index if not name.startswith("model/")} - set(state)
-    load(path, {**into, **state}, ignore=others, group=group)
-    optimizer.reseed()
+    others = {name for name in index if not name.startswith("model/")}
+    state = None
     if with_state:
-        optimizer.load_state_dict(optimizer_state(cast("Mapping[str, Any]", plain["optimizer"]), state))
+        state = load_with_state(path, into, optimizer, ignore=others, group=group)
+    else:
+        load(path, into, ignore=others, group=group)
+    optimizer.reseed()
+    if state is not None:
+        optimizer.load_state_dict({**cast("Mapping[str, Any]", plain["optimizer"]), "state": state})
 
 
 class _CheckedReader(FileSystemReader):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -82,13 +82,38 @@ def _saved_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
             yield plain_name(f"{path}.{name}" if path else name), buffer
 
 
-def empty_optimizer_tensors(optimizer: AdamW) -> dict[str, torch.Tensor]:
+def pieces_of(tensors: Mapping[str, torch.Tensor], at_once_bytes: int) -> list[list[str]]:
+    """Return the parameters that have optimizer state among `tensors`, in groups of at most so many bytes of it.
+
+    Args:
+        tensors: by the names of `parts_of`. A parameter with more state is a group of its own.
+    """
+    sizes: dict[str, int] = {}
+    for key, tensor in tensors.items():
+        if key.startswith(OPTIMIZER):
+            name = key.removeprefix(OPTIMIZER).rsplit("/", 1)[0]
+            sizes[name] = sizes.get(name, 0) + tensor.nbytes
+    groups: list[list[str]] = []
+    held = at_once_bytes
+    for name, nbytes in sizes.items():
+        if held + nbytes > at_once_bytes:
+            groups.append([])
+            held = 0
+        groups[-1].append(name)
+        held += nbytes
+    return groups
+
+
+def empty_optimizer_tensors(optimizer: AdamW, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
     """Return host tensors by the names of `parts_of`, to load the optimizer's state into.
 
+    Args:
+        names: of the parameters; None: all.
+
     Raises:
-        MemoryLimitError: no memory for them.
+        MemoryLimitError: no memory for all of them.
     """
-    state = optimizer.empty_state()
+    state = optimizer.empty_state(names)
     return {f"{OPTIMIZER}{n}/{role}": t for n, entry in state.items() for role, t in entry.items()}
 
 

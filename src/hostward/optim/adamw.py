@@ -80,6 +80,7 @@ from hostward.optim.staging_buffers import CudaGauge, StagingBuffers
 from hostward.optim.state_dict import (
     OWNER,
     STATE_FORMAT,
+    PiecewiseState,
     StateAccess,
     Unmoved,
     check_same_names,
@@ -738,16 +739,20 @@ class AdamW(torch.optim.Optimizer):
             {id(t.parameter): t.name for t in self._tracked},
         )
 
-    def empty_state(self) -> dict[str, dict[str, torch.Tensor]]:
+    def empty_state(self, names: Collection[str] | None = None) -> dict[str, dict[str, torch.Tensor]]:
         """Return host tensors with the names, shapes, dtypes and divisions of the state, to load a checkpoint into.
 
         Their contents are arbitrary. `load_state_dict` takes them over.
 
+        Args:
+            names: of the parameters; None: all.
+
         Raises:
-            MemoryLimitError: the host has no room for them.
+            MemoryLimitError: the host has no room for the whole state.
         """
-        require_host_memory(self._access.copied_bytes(), owner="a copy of the optimizer state")
-        return {t.name: self._access.empty(t.name) for t in self._tracked}
+        if names is None:
+            require_host_memory(self._access.copied_bytes(), owner="a copy of the optimizer state")
+        return {t.name: self._access.empty(t.name) for t in self._tracked if names is None or t.name in names}
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -755,7 +760,7 @@ class AdamW(torch.optim.Optimizer):
 
         An fp32 main weight whose rounded bits differ from the present weight sets the weight (logged): model and
         optimizer may so be loaded in either order. Names may carry what `torch.compile` or data parallelism put into
-        them.
+        them. A `PiecewiseState` is read while it is written: where that fails, `step()` refuses until a load succeeds.
 
         Hooks run as in torch.optim.Optimizer: those of `register_load_state_dict_pre_hook` on a shallow copy of
         `state_dict`, which they may change or replace, those of `register_load_state_dict_post_hook` at the end.
@@ -785,13 +790,19 @@ class AdamW(torch.optim.Optimizer):
         self.backend.drain()
         state, settings = self._checked(given)
         require_known(state, self._by_name)
-        self._access.check(state)
+        if isinstance(state, PiecewiseState):  # whoever made it has compared it
+            self._access.require_present()
+        else:
+            self._access.check(state)
         if self._executor.torn:
             # Gradients offloaded for the step that was interrupted must not be stepped with.
             self._executor.abort()
             self._grad_hooks.forget()
         self._executor.torn = True  # until all of it is written
-        set_from_master = [t.name for t in self._tracked if self._access.write(t.name, state[t.name])]
+        entries = (
+            state.whole() if isinstance(state, PiecewiseState) else ((t.name, state[t.name]) for t in self._tracked)
+        )
+        set_from_master = [name for name, entry in entries if self._access.write(name, entry)]
         self._set_groups(settings)
         if set_from_master:
             log.warning(
@@ -871,6 +882,8 @@ class AdamW(torch.optim.Optimizer):
         saved = [*state, *(name for group in groups for name in group["params"])]
         mine = {theirs: name for name, theirs in matched([t.name for t in self._tracked], saved).items()}
         renamed = [{**group, "params": [mine.get(name, name) for name in group["params"]]} for group in groups]
+        if isinstance(state, PiecewiseState):
+            return state, renamed  # it has them already
         return {mine.get(name, name): entry for name, entry in state.items()}, renamed
 
     def __getstate__(self) -> NoReturn:

@@ -251,15 +251,17 @@ def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
     integer = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
     flat = tensor.detach().contiguous().view(integer).view(-1)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, flat.numel(), _SUMMED_AT_ONCE):
-        piece = flat[start : start + _SUMMED_AT_ONCE].to(torch.int64)
+    at_once = _SUMMED_AT_ONCE["cpu" if tensor.device.type == "cpu" else "cuda"]
+    for start in range(0, flat.numel(), at_once):
+        piece = flat[start : start + at_once].to(torch.int64)
         mixed = piece * 0x1B873593CC9E2D51 + torch.arange(start, start + len(piece), device=piece.device) * _ODD
         mixed ^= mixed >> 31
         total += (mixed * _ODD).sum()
     return total
 
 
-_SUMMED_AT_ONCE = 1 << 24
+_SUMMED_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 22}
+"""Elements: temporary results take 40 bytes for each of them. Large ones would leave holes in the host's heap."""
 _ODD = 0x2545F4914F6CDD1D
 
 

@@ -179,11 +179,16 @@ class StateAccess:
         self._check_entry(name, merged)
         return merged
 
-    def check(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        """Raise CheckpointError unless `saved` has the entries, shapes and dtypes of every tracked parameter."""
+    def require_present(self) -> None:
+        """Raise ModelError if a weight has no value here, because it waits for its layer."""
         for name, tracked in self._tracked.items():
             if is_away(tracked.parameter):
                 raise waits(name)
+
+    def check(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """Raise CheckpointError unless `saved` has the entries, shapes and dtypes of every tracked parameter."""
+        self.require_present()
+        for name in self._tracked:
             entry = saved.get(name)
             wanted = self._keys(name)
             if entry is None or any(role not in entry for role in wanted):
@@ -407,6 +412,42 @@ def check_same_names(what: str, theirs: Sequence[Sequence[str]], mine: Sequence[
 
 
 # Callers whose use of a state dict differs from that of all others.
+
+
+class PiecewiseState(Mapping[str, Mapping[str, Any]]):
+    """A saved state in the place of `state`, read a piece at a time while it is loaded: no second copy of it exists.
+
+    Its names, shapes and dtypes have been compared with the optimizer's by whoever made it. Its values are step counts.
+
+    Args:
+        steps: step counts by the optimizer's names, int64 [].
+        read: returns the other entries of some names, as `StateAccess.read` names them; they are no longer used when
+            it is called again.
+        pieces: the names in the order and the groups in which they are read.
+    """
+
+    def __init__(
+        self,
+        steps: Mapping[str, torch.Tensor],
+        read: Callable[[Sequence[str]], Mapping[str, Mapping[str, torch.Tensor]]],
+        pieces: Sequence[Sequence[str]],
+    ) -> None:
+        self._steps, self._read, self._pieces = steps, read, pieces
+
+    def __getitem__(self, name: str) -> Mapping[str, Any]:
+        return {"step": self._steps[name]}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._steps)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def whole(self) -> Iterator[tuple[str, Mapping[str, torch.Tensor]]]:
+        """Return all entries by name. Raises what reading raises."""
+        for names in self._pieces:
+            for name, entry in self._read(names).items():
+                yield name, {"step": self._steps[name], **entry}
 
 
 class Unmoved:

@@ -110,8 +110,9 @@ class MemoryModel:
         self.workload = workload
         self._facts = Facts(workload)
         parameters = workload.inventory.parameters
-        self._loaded_bytes = sum(p.numel * (8 if master_kind(p.dtype) is MasterKind.WEIGHT else 12) for p in parameters)
-        """Host bytes of a complete state, besides the state that is being filled."""
+        sizes = [p.numel * (8 if master_kind(p.dtype) is MasterKind.WEIGHT else 12) for p in parameters]
+        self._loaded_bytes = min(sum(sizes), max([LOADED_AT_ONCE_BYTES, *sizes]))
+        """Host bytes of what is read of a state at a time, besides the state that is being filled."""
         chunks = (-(-r.numel // SPLIT_ELEMENTS) for bucket in workload.inventory.buckets for r in bucket.ranges)
         self._partial_bytes = _PARTIAL_BYTES * sum(chunks)
         self._save_bytes = save_bytes(workload)
@@ -250,6 +251,8 @@ def _check(workload: Workload, choice: Choice) -> None:
 
 PIECE_BYTES = 32 * 1024 * 1024
 """Largest piece in which tensors are read, written and checked."""
+LOADED_AT_ONCE_BYTES = 512 * 1024 * 1024
+"""State of parameters that is read from a checkpoint at a time, unless a single one has more."""
 BLOCK_BYTES = 4096
 """Unit of places in files and of lengths where I/O bypasses the page cache: a multiple of a page and of any disk's
 block.

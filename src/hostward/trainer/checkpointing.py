@@ -194,24 +194,30 @@ def load(run: Run, path: Path, *, with_weights: bool = True) -> None:
     into: dict[str, torch.Tensor] = {}
     if with_weights:
         into |= {f"model/{name}": t for name, t in _model_tensors(run.model).items()}
-    if full and options.load_optim:
-        into |= api.empty_optimizer_tensors(run.optimizer)
     generators = _wanted_generators(run, path, index) if full and options.load_rng else {}
     into |= generators
+    others: set[str] = set()
     if with_weights:
         others = {k for k in index if not k.startswith("model/")}
         if run.ranks.stages > 1:  # names that no stage has belong to another model
             others.update(*run.ranks.gather(list(into)))
+    state = None
+    if full and options.load_optim:
+        # Without weights all files have been checked: when the weights were loaded.
+        left = (others if with_weights else set(index)) - set(into)
+        state = api.load_with_state(path, into, run.optimizer, ignore=left, group=processes(), checked=not with_weights)
+    elif with_weights:
         api.load(path, into, ignore=others - set(into), group=processes())
-        run.optimizer.reseed()
     else:
-        api.load_some(path, into)  # all files have been checked when the weights were loaded
+        api.load_some(path, into)
+    if with_weights:
+        run.optimizer.reseed()
     if not full:
         log.info("loaded the weights of %s: the run starts at iteration 0", path)
         return
     run.iteration = int(plain["iteration"])
-    if options.load_optim:
-        run.optimizer.load_state_dict(api.optimizer_state(_of_this_stage(run, plain["optimizer"]), into))
+    if state is not None:
+        run.optimizer.load_state_dict({**_of_this_stage(run, plain["optimizer"]), "state": state})
         for group in run.optimizer.param_groups:
             group.update(group_settings(run.config))  # this run's options, not those of the previous one
         if run.scaler is not None and plain["scaler"] is not None:
