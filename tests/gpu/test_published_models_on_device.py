@@ -30,7 +30,9 @@ def predicted(work: Workload) -> tuple[float, int]:
     held = sum(layer.curves[Way.KEEP].kept.of(TOKENS, TOKENS) for layer in parts)
     choice = Choice((Placement.DEVICE,) * len(work.inventory.buckets), (Keep.KEEP,) * len(work.repeated))
     needs = required(work, choice).phase(STEADY_STEP).device
-    return held + parts[-1].input_bytes.of(TOKENS, TOKENS), sum(needs.get(owner, 0) for owner in COUNTED)
+    # The model's own loop has three more: the first layer's input, the last one's, and its output.
+    own = 3 * parts[-1].input_bytes.of(TOKENS, TOKENS)
+    return held + own, sum(needs.get(owner, 0) for owner in COUNTED)
 
 
 def measured(model: Any) -> tuple[int, int]:
