@@ -114,7 +114,22 @@ def by_phase(needs: Needs, budgets: Budgets, units: Units, gpus: int) -> str:
     limits = [budgets.device_bytes, budgets.host_bytes, budgets.pinned_bytes]
     limits += [None if budgets.host_bytes is None else budgets.host_bytes * gpus] if gpus > 1 else []
     rows.append(["limit", *("none" if limit is None else units.size(limit) for limit in limits)])
-    return "\n".join([columns(rows), *outside])
+    return "\n".join([columns(rows), *_nearest(needs, budgets), *outside])
+
+
+def _nearest(needs: Needs, budgets: Budgets) -> list[str]:
+    """Name the phase and the kind of memory that come nearest to their limit; nothing where there is none."""
+    limits = {"device": budgets.device_bytes, "host": budgets.host_bytes, "pinned": budgets.pinned_bytes}
+    shares = [
+        (needed(needs, (phase,))[kind] / limit, kind, phase)
+        for kind, limit in limits.items()
+        for phase in budgets.phases
+        if limit
+    ]
+    if not shares:
+        return []
+    share, kind, phase = max(shares, key=lambda found: found[0])
+    return [f"nearest to its limit: {kind} memory, {phase}, {share:.0%}"]
 
 
 def by_owner(needs: Needs, units: Units) -> str:

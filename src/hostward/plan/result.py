@@ -121,20 +121,23 @@ def answer(question: Question, required: Required) -> Answer:
 
 
 def verdict(found: Answer) -> str:
-    """Say in one sentence whether offloading helps."""
+    """Say in one sentence whether offloading helps, and what the host must have where no limit was given."""
     base, budgets = found.frontier.base, found.question.budgets
     if found.chosen is None:
         return "It does not fit."
+    host_bytes = needed(found.chosen.needs, budgets.phases)["host"] * found.question.gpus
+    there = "" if budgets.host_bytes is not None else f" if the host has {size(host_bytes)}"
     if not budgets.over(base.needs) and found.chosen.prediction.step_s >= base.prediction.step_s * (1 - _WORTH_IT):
         if found.offloads:  # chosen by hand, or by options
-            return "It fits with what was asked for: offloading more will not help, it only takes time."
+            return f"It fits with what was asked for{there}: offloading more will not help, it only takes time."
         peak = size(base.needs.device_peak_bytes)
         return f"Everything fits on the device ({peak} at the peak): offloading will not help, it only takes time."
     if not found.offloads:
         return "Nothing needs to be offloaded: saved tensors are recomputed in backward instead."
     if found.chosen.prediction.exposed_s > found.chosen.prediction.compute_s:
-        return "It fits, but the GPU is idle for longer than it computes: a larger batch or more GPUs will help more."
-    return "It fits with offloading."
+        idle = "the GPU is idle for longer than it computes: a larger batch or more GPUs will help more"
+        return f"It fits{there}, but {idle}."
+    return f"It fits with offloading{there}."
 
 
 def _changes(question: Question, frontier: Frontier, required: Required) -> list[str]:

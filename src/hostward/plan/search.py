@@ -39,7 +39,7 @@ _SAME_SHARE = 0.05
 """Streamed shares that differ by no more are not both tried."""
 _BOTH_AT = 2
 """Both are tried at every second fraction, and at the least ones: each candidate costs a plan some milliseconds."""
-_ALIKE = 0.0075
+_ALIKE = 0.005
 """Share of the step's time by which a plan with fewer offloaded layers of weights may be slower."""
 _EVEN = (Keep.KEEP, Keep.ELEMENTWISE, Keep.RECOMPUTE)
 
