@@ -196,6 +196,19 @@ def test_how_much_state_is_staged_is_the_recipes_to_say(cli: Cli, tmp_path: Path
     assert plan_file.load(path).staging_bytes == 3 * 1024 * 1024
 
 
+def test_a_model_of_a_file_must_fit_while_it_is_saved(cli: Cli, config_file: Path) -> None:
+    """Seen red: with the phases of training alone it fits within what the steps take."""
+    asked = ("plan", "--config", config_file, "--seq", 512, "--place", "*=host", "--hardware", "h200")
+    whole = cli(*asked, "--host-memory", "64GiB")
+    assert whole.code == 0, whole.err
+    host_mib = {
+        row.split("  ")[0]: float(row.split()[-2]) for row in whole.out.splitlines() if row[:5] in ("stead", "save ")
+    }
+    assert host_mib["save"] > host_mib["steady step"]
+    limit = f"{int(host_mib['steady step']) + 1}MiB"
+    assert cli(*asked, "--host-memory", limit).code == 1
+
+
 def test_a_run_that_saves_must_fit_while_it_saves(cli: Cli, tmp_path: Path) -> None:
     asked = ["optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_offload_fraction=1.0"]
     path = tmp_path / "plan.json"

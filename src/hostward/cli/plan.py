@@ -266,7 +266,7 @@ def _require_none_of_a_file(given: dict[str, int | None]) -> None:
 def _of_file(
     path: Path, sequence: int | None, batch: int | None, micro_batch: int | None, gpus: int, *, resharded: bool
 ) -> tuple[Workload, Forced, tuple[str, ...]]:
-    from hostward.plan.memory_model import TRAINING
+    from hostward.plan.memory_model import RESUME, SAVE, TRAINING
     from hostward.plan.rank_partition import sharded
     from hostward.plan.solver import Forced
     from hostward.trainer.workload import config_workload, usual_folder
@@ -284,7 +284,8 @@ def _of_file(
         microbatches=total // size,
         folder=usual_folder(),
     )
-    return sharded(workload, gpus, resharded=resharded), Forced(), TRAINING
+    # Who trains a model saves it, and may have to resume.
+    return sharded(workload, gpus, resharded=resharded), Forced(), (*TRAINING, SAVE, RESUME)
 
 
 def _hardware(text: str | None) -> Hardware:
