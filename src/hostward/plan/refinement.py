@@ -23,6 +23,10 @@ from hostward.plan.workload import Workload
 
 AWAY = (0.0, 1 / 4, 1 / 2, 3 / 4, 1.0)
 """Shares of the layers whose weights are offloaded that are tried with each treatment of all layers."""
+CLOSER = (1 / 8, 1 / 16, 1 / 32)
+"""Distances from the best of them that are tried next, with the best treatments."""
+CLOSER_WITH = 2
+"""Number of these treatments."""
 SHARES = 8
 """Parts of the streamed share that are tried, from the whole of it."""
 HALVINGS = 4
@@ -256,6 +260,12 @@ class CompassSearch(Generic[J]):
         for treated in alike:
             for part in AWAY:
                 fill(treated, round(part * around.most_away))
+        for distance in CLOSER:
+            best = sorted(found, key=lambda key: self.rank(found[key]))
+            kinds = list(dict.fromkeys(activations for _, activations in best))[:CLOSER_WITH]
+            for treated in (t for t in alike if t.activations in kinds):
+                for sign in (-1, 1):
+                    fill(treated, best[0][0] + sign * max(1, round(distance * around.most_away)))
         return sorted(found.values(), key=self.rank)
 
     def filled(self, choice: Choice, share: float) -> list[J]:

@@ -41,6 +41,8 @@ _BOTH_AT = 2
 """Both are tried at every second fraction, and at the least ones: each candidate costs a plan some milliseconds."""
 _ALIKE = 0.005
 """Share of the step's time by which a plan with fewer offloaded layers of weights may be slower."""
+_NEARLY = 0.1
+"""Share of a budget by which the nearest candidate may exceed it where the planner still searches around it."""
 _EVEN = (Keep.KEEP, Keep.ELEMENTWISE, Keep.RECOMPUTE)
 
 
@@ -153,7 +155,8 @@ class Frontier:
         Of those that predictions do not tell apart, it is the one with the fewest offloaded layers of weights. What is
         found around the frontier's candidates becomes part of it.
         """
-        self.fits(budgets)
+        if not self.fits(budgets) and not self._nearly_fits(budgets):
+            return None
         best = self.refined(budgets)
         if best is None or not best.choice.offloaded_weights:
             return best
@@ -161,6 +164,12 @@ class Frontier:
         fewer = (c for c in self._seen.values() if c.least_s <= limit_s and not budgets.over(c.needs))
         alike = [c for c in fewer if c.prediction.step_s <= limit_s]
         return min(alike, key=lambda c: (len(c.choice.offloaded_weights), c.order))
+
+    def _nearly_fits(self, budgets: Budgets) -> bool:
+        """Return whether the nearest candidate exceeds each budget so little that a search may find one that fits."""
+        limits = {"device": budgets.device_bytes, "host": budgets.host_bytes, "pinned": budgets.pinned_bytes}
+        over = budgets.over(self.nearest(budgets).needs)
+        return all(size <= _NEARLY * (limits[name] or 0) for name, size in over.items())
 
     def refined(self, budgets: Budgets) -> Candidate | None:
         """Return the best that a search around the best candidates finds within the budgets; None where none fits."""
