@@ -1,4 +1,4 @@
-"""Time Megatron-Core's training step with its device optimizer, its hybrid optimizer and hostward, in one process.
+"""Time Megatron-Core's training step with its device optimizer, its hybrid optimizer and hostward, in one run.
 
     python benchmarks/megatron_step.py --tokens 8192 32768 --json benchmarks/results/DATE-megatron.json
     torchrun --nproc-per-node 2 benchmarks/megatron_step.py ...          # data parallel

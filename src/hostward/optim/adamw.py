@@ -790,10 +790,7 @@ class AdamW(torch.optim.Optimizer):
         self.backend.drain()
         state, settings = self._checked(given)
         require_known(state, self._by_name)
-        if isinstance(state, PiecewiseState):  # whoever made it has compared it
-            self._access.require_present()
-        else:
-            self._access.check(state)
+        entries = self._entries(state)
         if self._executor.torn:
             # Gradients offloaded for the step that was interrupted must not be stepped with.
             self._executor.abort()
@@ -863,6 +860,14 @@ class AdamW(torch.optim.Optimizer):
         self._unchanged = False
         self._executor.torn = False
         self.backend.synchronise()
+
+    def _entries(self, state: Mapping[str, Mapping[str, Any]]) -> Iterable[tuple[str, Mapping[str, Any]]]:
+        """Check a saved state, and return its entries by name, to be read once. Raises CheckpointError."""
+        if isinstance(state, PiecewiseState):  # whoever made it has compared it
+            self._access.require_present()
+            return state.whole()
+        self._access.check(state)
+        return ((t.name, state[t.name]) for t in self._tracked)
 
     def _checked(self, given: Mapping[str, Any]) -> tuple[Mapping[str, Mapping[str, Any]], list[dict[str, Any]]]:
         """Return the state by this optimizer's names, and what the groups set. Raises CheckpointError."""

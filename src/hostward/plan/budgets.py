@@ -26,13 +26,16 @@ class Budgets:
     pinned_bytes: int | None = None
     phases: tuple[str, ...] = TRAINING
 
+    @property
+    def limits(self) -> dict[str, int]:
+        """Return the limits that there are, by kind of memory."""
+        found = {"device": self.device_bytes, "host": self.host_bytes, "pinned": self.pinned_bytes}
+        return {name: limit for name, limit in found.items() if limit is not None}
+
     def over(self, needs: Needs) -> dict[str, int]:
         """Return the excess in bytes of each exceeded budget; empty where all are kept."""
-        limits = {"device": self.device_bytes, "host": self.host_bytes, "pinned": self.pinned_bytes}
         found = needed(needs, self.phases)
-        return {
-            name: found[name] - limit for name, limit in limits.items() if limit is not None and found[name] > limit
-        }
+        return {name: found[name] - limit for name, limit in self.limits.items() if found[name] > limit}
 
 
 def needed(needs: Needs, phases: Sequence[str]) -> dict[str, int]:
@@ -119,10 +122,9 @@ def by_phase(needs: Needs, budgets: Budgets, units: Units, gpus: int) -> str:
 
 def _nearest(needs: Needs, budgets: Budgets) -> list[str]:
     """Name the phase and the kind of memory that come nearest to their limit; nothing where there is none."""
-    limits = {"device": budgets.device_bytes, "host": budgets.host_bytes, "pinned": budgets.pinned_bytes}
     shares = [
         (needed(needs, (phase,))[kind] / limit, kind, phase)
-        for kind, limit in limits.items()
+        for kind, limit in budgets.limits.items()
         for phase in budgets.phases
         if limit
     ]
@@ -158,9 +160,8 @@ def refuse(needs: Needs, free: Budgets, cure: str) -> None:
     if not over:
         return
     units = units_of(needs)
-    limits = {"device": free.device_bytes, "host": free.host_bytes, "pinned": free.pinned_bytes}
     named = " and ".join(f"{name} memory" for name in over)
-    there = ", ".join(f"{name} {units.size(limits[name] or 0)} {units.memory}" for name in over)
+    there = ", ".join(f"{name} {units.size(free.limits[name])} {units.memory}" for name in over)
     raise MemoryLimitError(
         f"the run needs more {named} than there is: free are {there}",
         why=f"by the memory model, compared with what is free:\n{table(needs, free)}",

@@ -3,7 +3,7 @@
 The frontier's linear program knows times and bytes approximately, and no more than a few numbers of offloaded layers.
 Here each treatment of all layers is tried with several numbers of layers whose weights are offloaded, and with the
 streamed share that is fastest within the memory. From the best of them one decision is varied at a time, or two that
-trade memory with each other, in steps that get smaller, as long as the predicted step gets shorter (a compass search,
+trade memory with each other, in steps that get smaller, as long as the predicted step gets shorter (a pattern search,
 as of Hooke and Jeeves, 1961).
 """
 
@@ -212,7 +212,7 @@ J = TypeVar("J", bound=Judged)
 
 
 @dataclass
-class CompassSearch(Generic[J]):
+class PatternSearch(Generic[J]):
     """Follow variations that are better until there is none.
 
     Args:

@@ -19,7 +19,7 @@ from hostward.plan.budgets import Budgets, Required
 from hostward.plan.cost_model import SUM_BYTES, Costs, Speeds, balanced_share
 from hostward.plan.decisions import LEAVES, Choice, Keep
 from hostward.plan.memory_model import LOAD, MemoryModel, Needs
-from hostward.plan.refinement import CompassSearch, Neighbourhood
+from hostward.plan.refinement import Neighbourhood, PatternSearch
 from hostward.plan.solver import LAST_STAY, Forced, Limits, LinearProgram
 from hostward.plan.step_time import Prediction, least_s, predict_of
 from hostward.plan.workload import Workload
@@ -167,15 +167,21 @@ class Frontier:
 
     def _nearly_fits(self, budgets: Budgets) -> bool:
         """Return whether the nearest candidate exceeds each budget so little that a search may find one that fits."""
-        limits = {"device": budgets.device_bytes, "host": budgets.host_bytes, "pinned": budgets.pinned_bytes}
         over = budgets.over(self.nearest(budgets).needs)
-        return all(size <= _NEARLY * (limits[name] or 0) for name, size in over.items())
+        return all(size <= _NEARLY * budgets.limits[name] for name, size in over.items())
 
     def refined(self, budgets: Budgets) -> Candidate | None:
         """Return the best that a search around the best candidates finds within the budgets; None where none fits."""
         around = Neighbourhood(self.costs, self._forced, weights_vary=self._sets != [frozenset()])
-        excess = _Excess(budgets)
-        search = CompassSearch(around, self._judged, excess, _Free(budgets), partial(least_s, self.costs))
+
+        def excess(candidate: Candidate) -> int:
+            return sum(budgets.over(candidate.needs).values())
+
+        def free(candidate: Candidate) -> int:
+            peak = candidate.needs.device_peak_bytes
+            return budgets.limits.get("device", peak) - peak
+
+        search = PatternSearch(around, self._judged, excess, free, partial(least_s, self.costs))
         start = min(self._seen.values(), key=search.rank)
         if not excess(start) and start.prediction.step_s <= self.base.prediction.step_s:
             return self.best(budgets)  # nothing is predicted to be faster
@@ -371,27 +377,6 @@ class Frontier:
             if best and (not found or best.prediction.step_s < found[-1].prediction.step_s):
                 found.append(best)
         return found
-
-
-@dataclass(frozen=True)
-class _Excess:
-    """Sum the bytes by which candidates exceed budgets."""
-
-    budgets: Budgets
-
-    def __call__(self, candidate: Candidate) -> int:
-        return sum(self.budgets.over(candidate.needs).values())
-
-
-@dataclass(frozen=True)
-class _Free:
-    """Return the device memory that candidates leave within the budgets; 0 where there is no limit."""
-
-    budgets: Budgets
-
-    def __call__(self, candidate: Candidate) -> int:
-        limit = self.budgets.device_bytes
-        return 0 if limit is None else limit - candidate.needs.device_peak_bytes
 
 
 def _peak(candidate: Candidate) -> int:
