@@ -195,3 +195,50 @@ def takes_early(**ddp: Any) -> bool:
     use()
     early: bool = build("dp2", overlap=True, ddp=ddp).optimizer.offloading.early
     return early
+
+
+class LateClearing(adapter._Clearing):
+    """Clears each buffer at the last moment at which a stream beside forward may."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.left: list[Any] = []
+
+    def clear(self, gradients: torch.Tensor, clear: Any) -> None:
+        super().clear(gradients, lambda: None)
+        self.left.append(clear)
+
+    def finish(self) -> None:
+        super().finish()
+        left, self.left = self.left, []
+        for clear in left:
+            clear()
+
+
+def cleared_late(written: bool = False, hooked: bool = True) -> list[Any]:
+    """Norms of a run whose gradients are cleared at once, and of one whose are cleared as late as may be.
+
+    `written`: somebody writes a gradient before forward. `hooked`: forward's end is noticed.
+    """
+    found: list[Any] = []
+    for clearing in (adapter._Clearing, LateClearing):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(adapter, "_Clearing", clearing)
+            use()
+            run = build("single", overlap=True)
+        offloading = run.optimizer.offloading
+        if not hooked:
+            for hook in offloading._hooks:
+                hook.remove()
+        try:
+            norms = cases.train(run, 2, microbatches=2).grad_norms
+            if written:
+                for chunk in run.chunks:
+                    chunk.zero_grad_buffer()
+                    next(chunk.parameters()).main_grad.fill_(1.0)
+                    chunk.zero_grad_buffer = lambda: None
+            found.append(norms + cases.train(run, 2, first=2, microbatches=2).grad_norms)
+        except adapter.OrderingError as error:
+            found.append(str(error))
+        adapter.stop_using()
+    return found

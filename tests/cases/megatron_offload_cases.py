@@ -75,6 +75,7 @@ def trained(
         if parts:
             plan = parts[0].shared.optimizer.plan
             found[-1]["placed"] = plan.placed_fraction
+            found[-1]["layers"] = list(dict.fromkeys(b.layer for b in parts[0].shared.optimizer.inventory.buckets))
             found[-1]["one optimizer"] = all(p.shared is parts[0].shared for p in parts)
     return found
 

@@ -257,6 +257,38 @@ def test_h2_a_model_trained_on_a_side_stream(reference: tuple[torch.dtype, Any],
     assert [name for name in expected if not same_bits(expected[name], found[name])] == []
 
 
+def test_an_owner_clears_gradients_on_another_stream() -> None:
+    """That stream waits until borrowed gradients have been read; the compute stream neither waits nor changes."""
+
+    def trained(fraction: float) -> torch.Tensor:
+        torch.manual_seed(0)
+        weight = torch.nn.Parameter(torch.randn(1 << 24, device="cuda").bfloat16())
+        gradient = torch.zeros(1 << 24, device="cuda")
+        optimizer = hostward.AdamW(
+            [("weight", weight)],
+            offload_fraction=fraction,
+            streamed_fraction=1.0,
+            grad_dtype=torch.float32,
+            waits="manual",
+        )
+        side = torch.cuda.Stream()
+        for i in range(4):
+            gradient.add_(weight.detach(), alpha=i + 1)
+            optimizer.take_gradient("weight", gradient, borrowed=True)
+            optimizer.step()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                optimizer.wait_for_gradients()
+                gradient.zero_()
+            assert optimizer.backend.at_compute()
+            optimizer.wait_for_weights(["weight"])
+            torch.cuda.current_stream().wait_stream(side)
+        optimizer.wait()
+        return weight.detach().clone()
+
+    assert torch.equal(trained(1.0), trained(0.0))
+
+
 @pytest.mark.parametrize("mix", MIXES)
 def test_h2_steps_from_threads_that_have_never_used_the_device(reference: tuple[torch.dtype, Any], mix: str) -> None:
     dtype, (expected, _) = reference

@@ -59,6 +59,8 @@ def test_bits_are_equal_at_every_fraction_and_near_to_megatrons(ranks: Ranks, la
             assert bits(each) == bits(none)
             assert each["placed"] > 0.1
             assert each["one optimizer"]
+            decoder = [layer for layer in each["layers"] if layer.startswith("decoder.layers.")]
+            assert decoder == sorted(decoder)  # in the order of forward
         assert_near(none, theirs)
 
 
@@ -216,6 +218,15 @@ def test_parts_of_a_chain_are_not_stepped_alone(ranks: Ranks) -> None:
 def test_gradients_are_scaled_as_often_as_megatron_says(ranks: Ranks) -> None:
     ((early, late),) = ranks.run(1, "megatron_edge_cases.norms_of_halved_twice")
     assert early == late
+
+
+def test_gradients_are_cleared_beside_forward(ranks: Ranks) -> None:
+    """On a device they are cleared when the step has read them, while forward runs: at the latest at its end."""
+    ((at_once, late),) = ranks.run(1, "megatron_edge_cases.cleared_late")
+    assert late == at_once
+    for wrong in ({"written": True}, {"hooked": False}):
+        for raised in ranks.run(1, "megatron_edge_cases.cleared_late", **wrong)[0]:
+            assert "written between zero_grad_buffer() and the end of forward" in raised
 
 
 def test_another_optimizer_of_the_same_model_takes_its_place(ranks: Ranks) -> None:

@@ -16,9 +16,9 @@ import inspect
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, wraps
+from functools import cached_property, partial, wraps
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -472,9 +472,11 @@ class Offloading:
         self._device = next(held, torch.device("cpu"))
         self._nothing: torch.nn.Parameter | None = None
         """What a rank steps that has nothing to step."""
-        self._reduced = _Streams(self._device)
+        self._collectives = _SideStream(self._device)
+        self._clearing = _Clearing(self._device)
         self._replaced: list[tuple[Any, str, Any]] = []
         """Methods of chunks and of their bucket groups: of which object, their names, and what was set there before."""
+        self._hooks: list[Any] = []
         self._left = False
         mine = {id(chunk) for chunk in self.chunks}
         for other in [o for o in self.live if any(id(chunk) in mine for chunk in o.chunks)]:
@@ -534,6 +536,7 @@ class Offloading:
     def _make(self) -> AdamW:
         self._name_parameters()
         groups, defaults = [], self._parts[0].defaults
+        used = {name: place for place, name in enumerate(self._names_of.values())}
         for part in self._parts:
             whole = _whole_of(part)
             for group in part.param_groups:
@@ -548,6 +551,7 @@ class Offloading:
                     self._shards[id(tensor)] = shard
                     self._of_param.setdefault(id(model_param), []).append(shard)
                     named.append((name, weight))
+                named.sort(key=lambda each: used[each[0]])  # a distributed optimizer has them in backward's order
                 if named:
                     groups.append({"params": named, **{key: group[key] for key in HYPERPARAMETERS}})
         if not groups:  # of frozen layers, or of a shard that is padding: norms and clipping are with the other ranks
@@ -627,8 +631,18 @@ class Offloading:
     def _follow(self, chunk: Any) -> None:
         """Be told by a model chunk when gradients are cleared or scaled, and by its bucket groups of the rest."""
         self._before(chunk, "zero_grad_buffer", self._before_clearing)
+        if self.early and not _captures(chunk.config):
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                self._replace(buffer, "reset", partial(self._clear, buffer, buffer.reset))
+            innermost = chunk
+            while isinstance(getattr(innermost, "module", None), torch.nn.Module):
+                innermost = innermost.module
+            self._hooks.append(innermost.register_forward_hook(lambda *_: self._clearing.finish()))
+        else:
+            self._before(chunk, "zero_grad_buffer", self._wait_for_readers)
         if hasattr(chunk, "offload_grad_buffers"):
             self._before(chunk, "offload_grad_buffers", self._before_clearing)
+            self._before(chunk, "offload_grad_buffers", self._wait_for_readers)
         scale = chunk.scale_gradients
 
         def scaled(scaling_factor: Any) -> None:
@@ -636,34 +650,65 @@ class Offloading:
                 # Within the step, for those that have left.
                 self._scale[id(chunk)] = scaling_factor * self._scale.get(id(chunk), 1.0)
             else:
+                self._clearing.finish()
                 scale(scaling_factor)
 
         self._replace(chunk, "scale_gradients", scaled)
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-            self._follow_group(group)
+            held = [p for bucket in group.buckets for p in bucket.params_list]
+            if self.config.use_distributed_optimizer:
+                self._follow_gather(group, held)
+            if self.early:
+                self._follow_reduction(group, held)
 
-    def _follow_group(self, group: Any) -> None:
-        held = [p for bucket in group.buckets for p in bucket.params_list]
-        if self.config.use_distributed_optimizer:
-            self._before(group, "start_param_sync", lambda: self._wait_for(held))
-        if self.early:
-            start, finish = group.start_grad_sync, group.finish_grad_sync
+    def _follow_gather(self, group: Any, held: Sequence[Any]) -> None:
+        """Gather new weights of a bucket group when they are there; forward goes on with the group before it."""
+        start, finish = group.start_param_sync, group.finish_param_sync
+        beside = False
 
-            def started(*args: Any, **kwargs: Any) -> Any:
-                found = start(*args, **kwargs)
-                handle = group.grad_reduce_handle
-                if handle is not None:
-                    with self._reduced.behind(handle):
-                        self._take(held)
-                return found
+        def started(force_sync: bool = False) -> Any:
+            nonlocal beside
+            beside = bool(group.ddp_config.overlap_param_gather and not force_sync)
+            if not beside:
+                self._wait_for(held)
+                return start(force_sync=force_sync)
+            with self._collectives.beside():
+                self._wait_for(held)
+                return start()
 
-            def finished(*args: Any, **kwargs: Any) -> Any:
-                found = finish(*args, **kwargs)
-                self._take(held)
-                return found
+        def finished(*args: Any, **kwargs: Any) -> Any:
+            nonlocal beside
+            found = finish(*args, **kwargs)
+            if beside:  # what the stream of forward has waited for is known from here on
+                beside = False
+                self._wait_for(held)
+            return found
 
-            self._replace(group, "start_grad_sync", started)
-            self._replace(group, "finish_grad_sync", finished)
+        self._replace(group, "start_param_sync", started)
+        self._replace(group, "finish_param_sync", finished)
+
+    def _follow_reduction(self, group: Any, held: Sequence[Any]) -> None:
+        """Take the gradients of a bucket group when they are reduced, behind the collective on a stream of its own."""
+        start, finish = group.start_grad_sync, group.finish_grad_sync
+
+        def started(*args: Any, **kwargs: Any) -> Any:
+            self._clearing.finish()
+            found = start(*args, **kwargs)
+            handle = group.grad_reduce_handle
+            if handle is not None:
+                with self._collectives.beside():
+                    handle.wait()
+                    self._take(held)
+            return found
+
+        def finished(*args: Any, **kwargs: Any) -> Any:
+            self._clearing.finish()
+            found = finish(*args, **kwargs)
+            self._take(held)
+            return found
+
+        self._replace(group, "start_grad_sync", started)
+        self._replace(group, "finish_grad_sync", finished)
 
     def _before(self, owner: Any, name: str, told: Callable[[], None]) -> None:
         """Call `told` before a method of one object."""
@@ -684,6 +729,10 @@ class Offloading:
         if self._made is not None:
             self._made.discard_gradients()
             self._made.wait()
+        self._clearing.finish()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
         for owner, name, before in reversed(self._replaced):
             if before is None:
                 delattr(owner, name)
@@ -716,12 +765,26 @@ class Offloading:
         return gradient if self.steps_weights else gradient.to(shard.weight.dtype)
 
     def _before_clearing(self) -> None:
-        """Wait until gradients have been read that are about to be cleared."""
+        """Forget gradients that are about to be cleared, where no step has been made with them."""
         self._scale.clear()
+        if self._made is not None and self._made.gradients_taken:
+            self._made.discard_gradients()
+
+    def _wait_for_readers(self) -> None:
+        """Wait until gradients have been read that are about to be cleared."""
+        self._clearing.finish()
         if self._made is not None:
-            if self._made.gradients_taken:
-                self._made.discard_gradients()
             self._made.wait_for_gradients()
+
+    def _clear(self, buffer: Any, reset: Callable[[], None]) -> None:
+        """Clear a gradient buffer when it has been read; forward does not use it, and goes on."""
+
+        def clear() -> None:
+            if self._made is not None:
+                self._made.wait_for_gradients()
+            reset()
+
+        self._clearing.clear(buffer.grad_data, clear)
 
     # ---------------------------------------------------------------- the step
 
@@ -757,6 +820,7 @@ class Offloading:
         self._left_to_step = {id(each) for each in self._parts if each is not part}
 
     def _step(self) -> None:
+        self._clearing.finish()
         optimizer = self.optimizer
         if any(shard.tensor.data_ptr() != shard.weight.data_ptr() for shard in self._shards.values()):
             raise ModelError(
@@ -911,24 +975,65 @@ class Offloading:
         owner.reload_model_params, owner.load_state_dict = reloaded, loaded
 
 
-class _Streams:
-    """Runs what follows a collective on a stream of its own, which waits for it; on the CPU where the caller is."""
+class _SideStream:
+    """A stream beside the caller's, for what that need not wait for; on a CPU there is none, and all is at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_device = device.type == "cuda"
         self._stream: Any = None
 
-    def behind(self, handle: Any) -> AbstractContextManager[Any]:
-        """Return a context in which the collective's result is there."""
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Enqueue what the block does after what the caller's stream holds, and let that stream go on."""
         if not self._on_device:
-            handle.wait()
-            return nullcontext()
+            yield
+            return
         if self._stream is None:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            handle.wait()
-        return torch.cuda.stream(self._stream)
+            yield
+
+    def join(self) -> None:
+        """Make the caller's stream wait for everything that has been enqueued beside it."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+
+class _Clearing:
+    """Clears gradient buffers beside forward, which does not use them; before backward the caller's stream waits.
+
+    A step reads gradients until its last streamed bucket is stepped, which is late in forward.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._side = _SideStream(device)
+        self._cleared: list[tuple[torch.Tensor, int]] = []
+        """Buffers, and their versions when they had been cleared."""
+
+    def clear(self, gradients: torch.Tensor, clear: Callable[[], None]) -> None:
+        """Enqueue `clear`, which waits for the readers of this buffer and clears it."""
+        with self._side.beside():
+            clear()
+        self._cleared.append((gradients, gradients._version))
+
+    def finish(self) -> None:
+        """Make the caller's stream wait until buffers are cleared. Raises OrderingError if one was written before."""
+        if not self._cleared:
+            return
+        cleared, self._cleared = self._cleared, []
+        self._side.join()
+        if any(gradients._version != version for gradients, version in cleared):
+            raise OrderingError(
+                "gradients were written between zero_grad_buffer() and the end of forward",
+                why="buffers are cleared beside forward, and what was written may be cleared as well",
+                fix="write them after forward, or use(early_gradients=False)",
+            )
+
+
+def _captures(config: Any) -> bool:
+    """Return whether forward or backward of a model chunk becomes part of CUDA graphs, where no stream can join."""
+    return bool(getattr(config, "cuda_graph_impl", "none") != "none" or getattr(config, "enable_cuda_graph", False))
 
 
 def _whole_of(part: OffloadedHybrid) -> dict[int, tuple[torch.nn.Parameter, int, int]]:

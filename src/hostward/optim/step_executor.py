@@ -465,9 +465,12 @@ class StepExecutor:
         held = [b for b in self._buckets if b.placement is Placement.STREAMED and b.phase is BucketPhase.STEPPED]
         waits = [self._bindings.events[f"step/{bucket.index}"] for bucket in held]
         stream = None if backend.at_compute() else backend.caller_stream()
-        read = backend.mark("offload/gradients/read", Lane.COMPUTE, waits=waits).issue()
-        if stream is not None:
-            backend.wait_on_stream(stream, [read])
+        if stream is None:
+            backend.mark("offload/gradients/read", Lane.COMPUTE, waits=waits).issue()
+        else:  # the compute stream need not wait: what it enqueues next may run beside the step
+            with backend.on_compute():
+                stepped = backend.mark("offload/gradients/read", Lane.COMPUTE).issue()
+            backend.wait_on_stream(stream, [stepped, *waits])
 
     def _send(self, bucket: BucketStep, *, last: bool = True) -> None:
         """Send the gradients of a bucket, all of which are there, or no more of which will come."""

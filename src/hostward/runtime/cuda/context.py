@@ -189,7 +189,11 @@ class CudaContext:
     @contextlib.contextmanager
     def on_compute(self) -> Iterator[None]:
         """Make the compute lane current inside the block, see `Backend.on_compute`."""
-        stream: torch.cuda.Stream = torch.cuda.ExternalStream(self._compute.now, self.device)  # type: ignore[no-untyped-call]
+        stream: torch.cuda.Stream
+        if handle := self._compute.now:
+            stream = torch.cuda.ExternalStream(handle, self.device)  # type: ignore[no-untyped-call]
+        else:  # the default stream, whose handle torch would take for none given, and make a new stream
+            stream = torch.cuda.default_stream(self.device)
         with torch.cuda.stream(stream):
             yield
 
