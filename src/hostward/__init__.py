@@ -20,6 +20,7 @@ from hostward.errors import HostwardError
 
 if TYPE_CHECKING:
     from hostward.attachment import Activations, Attachment, attach, offload_activations
+    from hostward.distributed.flat_shards import FlatPart, FlatShards
     from hostward.optim.adamw import AdamW
     from hostward.optim.any_optimizer.offload import StreamedStates, offload_optimizer_states
     from hostward.weights.deferred_init import move
@@ -30,6 +31,8 @@ __all__ = [
     "Activations",
     "AdamW",
     "Attachment",
+    "FlatPart",
+    "FlatShards",
     "HostwardError",
     "StreamedStates",
     "Weights",
@@ -47,6 +50,8 @@ _HOMES = {
     "attach": "hostward.attachment",
     "offload_activations": "hostward.attachment",
     "AdamW": "hostward.optim.adamw",
+    "FlatPart": "hostward.distributed.flat_shards",
+    "FlatShards": "hostward.distributed.flat_shards",
     "Weights": "hostward.weights.offload",
     "move": "hostward.weights.deferred_init",
     "StreamedStates": "hostward.optim.any_optimizer.offload",

@@ -81,6 +81,7 @@ class Layout:
 LAYOUTS = {
     "single": Layout(),
     "dp2": Layout(2),
+    "dp4": Layout(4),
     "tp2": Layout(2, tensor=2),
     "pp2": Layout(2, pipeline=2),
     "pp2-interleaved": Layout(2, pipeline=2, chunks=2),

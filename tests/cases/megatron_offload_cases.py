@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -278,3 +279,58 @@ def weights_are_refused() -> str:
             chunk, weights=hostward.Weights(num_layers=1, min_elements=0), layers=chunk.module.decoder.layers
         )
     return str(raised.value)
+
+
+HALF_WAY = "decoder.layers.0.mlp.linear_fc1.weight"
+"""A weight whose last chunk of the norm is cut between two ranks, and among four."""
+
+
+def given_gradient(p: Any, name: str, step: int) -> torch.Tensor:
+    """The whole gradient of a weight, the same in every layout: it may depend on its stage and on which part it is.
+
+    That of step 0 has a sum of squares half-way between those of two fp32 norms, but for values that are too small to
+    be counted in a chunk that has the others in it.
+    """
+    made = torch.zeros(p.numel())
+    if step == 0:
+        if name == HALF_WAY:
+            chunk = made.split(4096)[p.numel() // 4096 - 1]
+            chunk[:4], chunk[-1000:] = torch.tensor([1.0, 2.0**-12, 2.0**-12, 2.0**-24]), 2.0**-26
+        return made
+    ranks = [cases.parallel_state.get_pipeline_model_parallel_rank()]
+    if getattr(p, "tensor_model_parallel", False):
+        ranks.append(cases.parallel_state.get_tensor_model_parallel_rank())
+    if not getattr(p, "allreduce", True):
+        ranks.append(cases.parallel_state.get_expert_model_parallel_rank())
+    of = torch.Generator().manual_seed(zlib.crc32(f"{name} {ranks} {step}".encode()))
+    return made.normal_(generator=of)
+
+
+def stepped(layout: str, *, told: bool = True, **how: Any) -> tuple[list[float | None], State, int]:
+    """Norms and state of three steps with given gradients, and how many chunks of the norm ranks share.
+
+    `told`: whether hostward is told how weights are cut.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if not told:
+            patch.setattr(integration.Offloading, "_flat_shards", lambda _: [])
+        run = built(layout, 0.5, **how)
+        patch.setattr(integration, "FlatShards", None)  # what is exchanged is, when the optimizer is made
+        norms = [_stepped(run, step) for step in range(3)]
+    cases.gather(run)
+    return norms, state_of(run), sum(len(each.shared_chunks()) for each in run.optimizer.offloading._cut)
+
+
+def _stepped(run: cases.Run, step: int) -> float | None:
+    cases.gather(run)
+    for chunk in run.chunks:
+        chunk.zero_grad_buffer()
+        for name, p in chunk.module.named_parameters():
+            p.main_grad.view(-1).copy_(given_gradient(p, name, step))
+    for chunk in run.chunks:
+        if chunk.ddp_config.overlap_grad_reduce:
+            chunk.start_grad_sync()
+        chunk.finish_grad_sync()
+    run.optimizer.zero_grad()
+    norm: float | None = run.optimizer.step()[1]
+    return norm

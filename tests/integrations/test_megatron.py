@@ -19,7 +19,7 @@ from megatron_ranks import Ranks, is_installed
 pytestmark = pytest.mark.skipif(not is_installed(), reason="megatron-core is not installed")
 
 LAYOUTS = {"single": 1, "dp2": 2, "tp2": 2, "pp2": 2, "pp2-interleaved": 2, "ep2": 2, "dp2-ep2": 4}
-WORLDS = {**LAYOUTS, "dp2-tp2": 4, "dp2-pp2": 4}
+WORLDS = {**LAYOUTS, "dp4": 4, "dp2-tp2": 4, "dp2-pp2": 4}
 PRECISE = {"use_precision_aware_optimizer": True, "overlap_cpu_optimizer_d2h_h2d": True}
 OVERLAPPED = {**PRECISE, "overlap": True}
 DIVIDED = {"distribute_saved_activations": True}
@@ -99,6 +99,41 @@ def test_each_way_of_megatron(ranks: Ranks, how: dict[str, Any]) -> None:
         assert_near(kept, {k: [v for v in theirs[k] if v is not None] for k in kept})
 
 
+def total(told: list[Any]) -> tuple[dict[Any, int], set[Any]]:
+    """State of all ranks added up, and the different weights that they have."""
+    sums: Counter[Any] = Counter()
+    for of_state, _ in told:
+        for key, bits_of in of_state.items():
+            sums[key] += bits_of
+    return {key: value % 2**64 for key, value in sums.items()}, {weights for _, weights in told}
+
+
+@pytest.mark.parametrize(
+    ("one", "others", "how"),
+    [
+        ("single", ["dp2", "dp4"], OVERLAPPED),
+        ("tp2", ["dp2-tp2"], {"overlap": True}),  # main weights
+        ("pp2", ["dp2-pp2"], PRECISE),
+        ("ep2", ["dp2-ep2"], OVERLAPPED),
+    ],
+)
+def test_clipped_steps_are_equal_at_every_number_of_replicas(
+    ranks: Ranks, one: str, others: list[str], how: dict[str, Any]
+) -> None:
+    """Of equal gradients: those of a model are rounded otherwise at other numbers. Weights are cut within chunks."""
+    how = {"model": {"ffn_hidden_size": 128 if one == "single" else 136}, **how}
+    expected = ranks.run(WORLDS[one], f"{CASES}.stepped", layout=one, **how)
+    for other in others:
+        found = ranks.run(WORLDS[other], f"{CASES}.stepped", layout=other, **how)
+        assert {tuple(norms) for norms, _, _ in found} == {tuple(norms) for norms, _, _ in expected}
+        assert total([told for _, told, _ in found]) == total([told for _, told, _ in expected])
+        assert all(shared for _, _, shared in found)
+        if one == "single":
+            assert found[0][0][0] == 1.0
+            untold = ranks.run(WORLDS[other], f"{CASES}.stepped", layout=other, told=False, **how)
+            assert untold[0][0][0] == 1.0 + 2.0**-23  # gradients tell apart where chunks begin
+
+
 @pytest.mark.parametrize("late", ["d2h", "h2d", "host", "update"])
 def test_one_late_lane_changes_no_bit(ranks: Ranks, late: str) -> None:
     ways = [{"fraction": 0.0}, {"fraction": 1.0, "late": late, "use": {"streamed_fraction": 0.5, "clip": "megatron"}}]
@@ -150,13 +185,7 @@ def test_checkpoints_load_with_another_number_of_replicas(
     options = {"folder": str(tmp_path), "how": how}
     saved = ranks.run(WORLDS[before], f"{CASES}.saved", layout=before, form=form, **options)
     loaded = ranks.run(WORLDS[after], f"{CASES}.loaded", layout=after, **options)
-    sums = [Counter[Any](), Counter[Any]()]
-    for of_ranks, told in zip(sums, (saved, loaded), strict=True):
-        for of_state, _ in told:
-            for key, bits in of_state.items():
-                of_ranks[key] += bits
-    assert {k: v % 2**64 for k, v in sums[1].items()} == {k: v % 2**64 for k, v in sums[0].items()}
-    assert {weights for _, weights in loaded} == {weights for _, weights in saved}
+    assert total(loaded) == total(saved)
 
 
 @pytest.mark.parametrize("own_saves", [True, False])

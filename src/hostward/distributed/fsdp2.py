@@ -26,8 +26,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_sta
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from hostward.core.inventory import SPLIT_ELEMENTS
 from hostward.errors import CheckpointError, ConfigError, ModelError
+from hostward.runtime.global_norm import shared_chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,7 @@ class Layout:
         for split in self.splits:
             parts = [split.cut(*part, index) for part in parts for index in range(split.n_parts)]
         numel, row = math.prod(self.shape), math.prod(self.shape[1:])
-        borders = {first * row for first, _ in parts}
-        return sorted({b // SPLIT_ELEMENTS for b in borders if b % SPLIT_ELEMENTS and b < numel})
+        return shared_chunks((first * row for first, _ in parts), numel)
 
 
 # Methods of FSDP2's objects that report their calls.

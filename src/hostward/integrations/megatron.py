@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from hostward.distributed.flat_shards import FlatPart, FlatShards
 from hostward.errors import ConfigError, ModelError, OrderingError, UnknownNameError, needed_for
 from hostward.integrations.megatron_activations import attach as attach
 from hostward.model.parameter_names import DATA_PARALLEL
@@ -51,7 +52,9 @@ FROM_FLAGS: Mapping[str, str] = {
     "use_torch_optimizer": "use_torch_optimizer_for_cpu_offload",
 }
 """Options of `hostward.AdamW` that flags of Megatron say, and which."""
-FROM_MEGATRON = ("params", "module", "stages", "tied", "uncounted", "waits", "fence", "grad_dtype", "gradients", "plan")
+FROM_MEGATRON = (
+    "params", "module", "stages", "tied", "uncounted", "shards", "waits", "fence", "grad_dtype", "gradients", "plan",
+)  # fmt: skip
 """Options of `hostward.AdamW` that follow from how Megatron keeps weights and gradients."""
 REPLACED = (
     ("megatron.core.optimizer", "HybridDeviceOptimizer"),
@@ -487,6 +490,8 @@ class Offloading:
         for part in parts:
             if part.owner is not None:
                 self._follow_loads(part)
+        self._name_parameters()
+        self._cut = self._flat_shards()
 
     # ---------------------------------------------------------------- facts
 
@@ -534,7 +539,6 @@ class Offloading:
     # ---------------------------------------------------------------- construction
 
     def _make(self) -> AdamW:
-        self._name_parameters()
         groups, defaults = [], self._parts[0].defaults
         used = {name: place for place, name in enumerate(self._names_of.values())}
         for part in self._parts:
@@ -569,6 +573,7 @@ class Offloading:
             grad_dtype=self._gradient_dtype(),
             stages=stages,
             uncounted=uncounted,
+            shards=self._cut,
             waits="manual",
             **self._settings.options,
         )
@@ -583,6 +588,22 @@ class Offloading:
                 while name.startswith(DATA_PARALLEL):
                     name = name.removeprefix(DATA_PARALLEL)
                 self._names_of.setdefault(id(p), before + name)
+
+    def _flat_shards(self) -> list[FlatShards]:
+        """Tell the other processes how distributed optimizers have cut weights, and be told, where the norm is ours.
+
+        All processes make their chains at the same place. At the first use, in backward, those of other stages of a
+        pipeline would still wait for activations.
+        """
+        if not self.clips or not dist.is_initialized():
+            return []
+        found = []
+        for part in self._parts:
+            if hasattr(part.owner, "model_param_group_index_map"):
+                named = ((self._names_of[id(p)], p, start, stop) for p, start, stop in _whole_of(part).values())
+                parts = {name: FlatPart(name, start, stop, p.numel()) for name, p, start, stop in named}
+                found.append(FlatShards(parts, part.owner.data_parallel_group))
+        return found
 
     def _gradient_dtype(self) -> torch.dtype | None:
         """Return the dtype of gradients where it is not that of the weights. Raises ConfigError for several."""

@@ -176,10 +176,12 @@ class ParamRegistry:
             first |= {index[id(p)]: entered for p in group if id(p) in index}
         return [t for _, t in sorted(enumerate(tracked), key=lambda at: first.get(at[0], at[0]))]
 
-    def tracked(self, name: str, parameter: torch.nn.Parameter, group: int) -> ParamRecord:
-        """Return the record of a parameter of param_groups[group]."""
+    def tracked(self, name: str, parameter: torch.nn.Parameter, group: int, first: int = 0) -> ParamRecord:
+        """Return the record of a parameter of param_groups[group].
+
+        `first`: of a plain tensor that is a part of a parameter, its first element there.
+        """
         homes, paths = self._homes.get(id(parameter), ()), self._paths.get(id(parameter), [""])
-        first = 0
         if _is_sharded(parameter):
             from hostward.distributed import fsdp2
 

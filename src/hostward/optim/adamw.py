@@ -8,6 +8,7 @@ import logging
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -18,6 +19,7 @@ from torch.optim.optimizer import ParamsT
 from hostward.config.arguments import named_options
 from hostward.core.inventory import Inventory
 from hostward.core.placement import PlacedBucket, Plan
+from hostward.distributed.flat_shards import FlatPart, FlatShards
 from hostward.errors import HostwardError, ModelError, OrderingError
 from hostward.model.deferred_weights import is_away, waits
 from hostward.model.fence import unfenced, without_functions
@@ -71,9 +73,11 @@ from hostward.optim.sharded import (
     Sharded,
     accumulate_in,
     across_ranks,
+    checked_shards,
     made_together,
     ranks_of,
     require_one_scale,
+    require_parts,
     require_sharding,
 )
 from hostward.optim.staging_buffers import CudaGauge, StagingBuffers
@@ -83,12 +87,15 @@ from hostward.optim.state_dict import (
     PiecewiseState,
     StateAccess,
     Unmoved,
+    check_same_cut,
     check_same_names,
     checked_settings,
     is_being_wrapped,
     plain,
     require_known,
     require_not_flattened,
+    require_uncut,
+    saved_cut,
     saved_parts,
 )
 from hostward.optim.state_reader import Describer, Readers, StateSources
@@ -231,6 +238,9 @@ class AdamW(torch.optim.Optimizer):
             `add_up_tied` before `step`.
         uncounted: names of parameters whose gradients other processes of `stages` count in the norm: replicas, such as
             those of tensor parallelism.
+        shards: which parameters are flat parts of larger ones that other processes have the rest of; several where
+            they are cut among several groups of processes. The norm is then the same however parameters are cut. It is
+            over all of `stages`, or, without `stages`, over the group of the shards.
         waits: "hooks": forward waits for each layer's weights, by hooks of the module. "manual": the owner of the
             parameters calls `wait_for_weights(names)` before they are read and `reseed` after they are written; there
             are no hooks, and no fence. For parameters that are views of buffers (see docs/gradient-owners.md).
@@ -285,6 +295,7 @@ class AdamW(torch.optim.Optimizer):
         stages: dist.ProcessGroup | None = None,
         tied: Mapping[str, dist.ProcessGroup] | None = None,
         uncounted: Collection[str] = (),
+        shards: FlatShards | Sequence[FlatShards] = (),
         waits: str = "hooks",
         fence: bool = True,
         backend: Backend | None = None,
@@ -293,16 +304,16 @@ class AdamW(torch.optim.Optimizer):
         check_variants(variants | {"capturable": capturable, "differentiable": differentiable})
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         self.max_grad_norm = checked_norm(max_grad_norm)
+        self._shards, self._parts, self._stages = checked_shards(shards, stages, plan)
         streamed = checked_streamed(streamed_fraction, use_torch_optimizer)
         self._mix = PlacementPolicy(offload_fraction, streamed, plan, gradients, device_memory)
         self._pin_gradients = pin_gradients and self._mix.pin_gradients
         self._pin_weights = pin_weights and self._mix.pin_weights
         self._overlap = overlap and not use_torch_optimizer
-        self._use_torch_optimizer = use_torch_optimizer
+        self._backend, self._use_torch_optimizer = checked_backend(backend), use_torch_optimizer
         self._sums_on_host = sums_on_host(self._mix.gradients, overlap=self._overlap, grad_dtype=grad_dtype)
         self._grad_dtype = torch.float32 if self._sums_on_host else grad_dtype
         self._summed: frozenset[int] = frozenset()
-        self._backend, self._stages = checked_backend(backend), stages
         self.tied = checked_tied(tied, stages, sums_on_host=self._sums_on_host)
         check_count("host_threads", host_threads)
         self._staging_bytes = self._mix.staging_bytes if staging_bytes is None else staging_bytes
@@ -319,7 +330,7 @@ class AdamW(torch.optim.Optimizer):
         self._unchanged, self._told_of_writes, self._scaled = True, False, False
         self._memory: Memory
         self._forward_hooks: ForwardHooks | None = None
-        self._uncounted, self._by_hooks = checked_uncounted(uncounted, stages), checked_waits(waits)
+        self._uncounted, self._by_hooks = checked_uncounted(uncounted, self._stages), checked_waits(waits)
         self._fenced = fence and self._by_hooks
         self._fence: WeightFence | None = None
         self._borrowed = Borrowed.NONE
@@ -373,7 +384,9 @@ class AdamW(torch.optim.Optimizer):
                     fix="give each parameter a name of its own",
                 )
             taken.add(name)
-            self._pending.append(self._places.tracked(name, parameter, len(self.param_groups) - 1))
+            part = self._parts.get(name)
+            first = 0 if part is None else part.start
+            self._pending.append(self._places.tracked(name, parameter, len(self.param_groups) - 1, first))
 
     @unfenced
     @torch.inference_mode(False)
@@ -390,6 +403,7 @@ class AdamW(torch.optim.Optimizer):
         check_grad_dtype(self._grad_dtype, {t.name: t.parameter for t in new})
         self.tied.require_known([*self._tracked, *new])
         require_names("uncounted", self._uncounted, [*self._tracked, *new])
+        require_parts(self._shards, [*self._tracked, *new])
         first, split = len(self._states), not self._use_torch_optimizer
         used, ranks = self._places.by_use(new), ranks_of(new)
         buckets, plan = self._mix.place(backend, used, self._grad_dtype, first, split_master=split, ranks=ranks)
@@ -428,7 +442,7 @@ class AdamW(torch.optim.Optimizer):
         scalars = allocate_scalars(backend, Tier.DEVICE), allocate_scalars(backend, Tier.HOST)
         groups = self._places.sharding
         of_stages = self._stages, self.tied.uncounted() | self._uncounted
-        across = across_ranks(backend, self._tracked, self._states, first_chunks, *of_stages)
+        across = across_ranks(backend, self._tracked, self._states, first_chunks, *of_stages, self._shards)
         memory = Memory(*scalars, partials, host_partials, first_chunks, across)
         gauge = CudaGauge(cast("CudaBackend", backend)) if backend.device.type == "cuda" else None
         layers = {t.name: t.layer or ROOT for t in self._tracked}
@@ -489,6 +503,11 @@ class AdamW(torch.optim.Optimizer):
     @property
     def inventory(self) -> Inventory:
         return Inventory(tuple(t.facts for t in self._tracked), tuple(s.bucket for s in self._states))
+
+    @property
+    def parts(self) -> Mapping[str, FlatPart]:
+        """Return, by name, which elements of a larger parameter those of `shards` are: what `state_of` is of."""
+        return MappingProxyType(self._parts)
 
     @property
     def schedule(self) -> Schedule:
@@ -673,8 +692,9 @@ class AdamW(torch.optim.Optimizer):
         Returns:
             {"format": 1, "optimizer": "hostward.AdamW", "state": {name: {"step": int64 [], "exp_avg", "exp_avg_sq":
             float32 [shape], "master": float32 [shape] for 16-bit weights}}, "param_groups": [{"params": [names],
-            "param_names": [names], "lr", "betas", "eps", "weight_decay", ...}]}. accelerate, which would move the state
-            to the device and load it back where it wraps an optimizer, is given a token for the state that is there.
+            "param_names": [names], "lr", "betas", "eps", "weight_decay", ...}]}, and "parts" if parameters are parts of
+            larger ones: {name: {"whole", "start", "stop", "numel"}}. accelerate, which would move the state to the
+            device and load it back where it wraps an optimizer, is given a token for the state that is there.
 
         Raises:
             ModelError: a step was interrupted, or module or groups are not as they were. MemoryLimitError: the host has
@@ -700,7 +720,8 @@ class AdamW(torch.optim.Optimizer):
                 require_host_memory(self._access.copied_bytes(), owner="a copy of the optimizer state")
             state = {t.name: self._access.read(t.name, copy=copy) for t in self._tracked}
         groups = [{**group, "param_names": list(group["params"])} for group in self._settings()]
-        return {"format": STATE_FORMAT, "optimizer": OWNER, "state": state, "param_groups": groups}
+        parts = saved_cut(self._parts)
+        return {"format": STATE_FORMAT, "optimizer": OWNER, "state": state, "param_groups": groups, **parts}
 
     def _settle(self) -> None:
         """Wait until all streams are idle and the state is that of the last step, whole."""
@@ -725,8 +746,10 @@ class AdamW(torch.optim.Optimizer):
         everything does that changes them. `hostward.checkpoint` writes from them.
 
         Raises:
-            ModelError: a step was interrupted, or module or groups are not as they were.
+            ModelError: a step was interrupted, or module or groups are not as they were; parameters are parts of larger
+                ones, of which these sources would not tell.
         """
+        require_uncut(self._parts)
         self._settle()
         describer = Describer(self.backend, self._readers)
         found = {t.name: self._access.pieces(t.name) for t in self._tracked}
@@ -766,7 +789,7 @@ class AdamW(torch.optim.Optimizer):
         `state_dict`, which they may change or replace, those of `register_load_state_dict_post_hook` at the end.
 
         Raises:
-            CheckpointError: the state of another optimizer; names, shapes or groups that differ.
+            CheckpointError: the state of another optimizer; names, shapes, groups or `parts` that differ.
         """
         given = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -874,6 +897,7 @@ class AdamW(torch.optim.Optimizer):
         state, groups = self._in_my_names(*saved_parts(given))
         names = [g["param_names"] for g in self.param_groups]
         check_same_names("parameter group", [g["params"] for g in groups], names)
+        check_same_cut(given, self._parts, [t.name for t in self._tracked])
         return state, [checked_settings(theirs, mine) for theirs, mine in zip(groups, self.param_groups, strict=True)]
 
     def _set_groups(self, settings: Sequence[Mapping[str, Any]]) -> None:

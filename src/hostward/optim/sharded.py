@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from hostward.errors import ModelError
+from hostward.distributed.flat_shards import FlatPart, FlatShards
+from hostward.errors import ConfigError, ModelError
 from hostward.model.parameters import ParamRecord, ParamRegistry, local_of
 from hostward.optim.bucket_state import BucketState
 from hostward.optim.gradient_hooks import GradientHooks
 from hostward.optim.step_executor import StepExecutor
 from hostward.runtime.backend import CHUNK_ELEMENTS, Backend, Buffer, Tier, chunks_of
-from hostward.runtime.global_norm import Across, Fragment, GroupRanks
+from hostward.runtime.global_norm import Across, Fragment, GroupRanks, Ranks, ShardRanks
 
 if TYPE_CHECKING:
     from hostward.distributed import fsdp2
@@ -97,6 +100,82 @@ def ranks_of(tracked: Sequence[ParamRecord]) -> GroupRanks | None:
     return GroupRanks(fsdp2.mesh_groups(tracked[0].parameter))
 
 
+def checked_shards(
+    shards: object, stages: dist.ProcessGroup | None, plan: object
+) -> tuple[tuple[FlatShards, ...], dict[str, FlatPart], dist.ProcessGroup | None]:
+    """Return flat shards, all their parts, and the processes over which the norm is. Raises ConfigError."""
+    given = tuple(shards) if isinstance(shards, (list, tuple)) else (shards,)
+    for each in given:
+        if not isinstance(each, FlatShards):
+            raise ConfigError(f"shards={shards!r}", fix="shards=hostward.FlatShards(parts, group)")
+    if given and plan is not None:
+        raise ConfigError(
+            "plan=... with shards=...",
+            why="a plan divides parameters by rows, and flat shards end anywhere",
+            fix="leave plan out, and say offload_fraction",
+        )
+    for one, other in combinations(given, 2):
+        for name in sorted(one.parts.keys() & other.parts.keys()):
+            raise ConfigError(f"parameter {name!r} is in two of shards=...", fix="give each name one part")
+    parts = {name: part for each in given for name, part in each.parts.items()}
+    groups = list({id(each.group): each.group for each in given if each.group is not None}.values())
+    if stages is None:
+        if len(groups) > 1:
+            raise ConfigError(
+                "shards=... of several groups of processes, without stages=...",
+                why="the norm is over all of them",
+                fix="stages=the group of all these processes",
+            )
+        return given, parts, groups[0] if groups else None
+    reached = set(dist.get_process_group_ranks(stages))
+    for group in groups:
+        missing = sorted(set(dist.get_process_group_ranks(group)) - reached)
+        if missing:
+            raise ConfigError(
+                f"rank {missing[0]} has parts of shards=..., and is not one of stages=...",
+                why="the norm is over all processes of stages, and would lack its gradients",
+                fix="stages=the group of all processes that have parts",
+            )
+    return given, parts, stages
+
+
+def require_parts(shards: Sequence[FlatShards], tracked: Sequence[ParamRecord]) -> None:
+    """Raise ModelError unless each flat part is that of a parameter, which has as many elements."""
+    of = {t.name: t for t in tracked}
+    dtensor = next((t.name for t in tracked if t.sharded), None)
+    if shards and dtensor is not None:
+        raise ModelError(
+            f"parameter {dtensor!r} is a DTensor, and others are in shards=...",
+            why="how chunks of the norm are shared is asked of FSDP2, or told by shards, of all parameters",
+            fix="make an optimizer for each kind of parameters, or leave shards out",
+        )
+    for name, part in (item for each in shards for item in each.parts.items()):
+        if name not in of:
+            raise ModelError(
+                f"shards=... have a part of {name!r}, which is no parameter of this optimizer",
+                fix="give parts the names that the parameters were given with",
+            )
+        if of[name].parameter.numel() != part.stop - part.start:
+            raise ModelError(
+                f"parameter {name!r} has {of[name].parameter.numel():,} elements, and its part is {part}",
+                fix="start and stop of the part are its first element and the one behind its last",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Says which chunks of the norm are shared, with whom, and what of this process counts.
+
+    Indices of `shared`, by parameter and chunk, are the same on all processes that share them.
+    """
+
+    ranks: Ranks
+    shared: Mapping[tuple[str, int], int]
+    n_shared: int
+    counting: Mapping[str, int]
+    adds: Sequence[int] | None = None
+
+
 def across_ranks(
     backend: Backend,
     tracked: Sequence[ParamRecord],
@@ -104,42 +183,70 @@ def across_ranks(
     first_chunks: Sequence[Sequence[int]],
     stages: dist.ProcessGroup | None,
     uncounted: Set[str],
+    shards: Sequence[FlatShards] = (),
 ) -> Across | None:
     """Return the norm over all ranks of sharded parameters, and over processes with other `stages` of a model.
 
-    None where this process has all. `uncounted`: names of weights that count on another stage.
+    None where this process has all. `uncounted`: names of weights that count on another stage. `shards`: of parameters
+    that are flat parts; with them `stages` are all processes.
     """
     others = None if stages is None else GroupRanks([stages])
     device = tracked[0].local.device
+    if shards:
+        cut = _by_flat_shards(shards, uncounted)
+    elif tracked[0].sharded:
+        cut = _by_fsdp2(tracked, uncounted)
+    elif others is not None:
+        cut = _Cut(GroupRanks([]), {}, 0, dict.fromkeys(uncounted, 0))
+    else:
+        return None
 
     def allocate(elements: int) -> Buffer:
         return backend.allocate(Tier.DEVICE, [elements], torch.float32, "norm partials")[0]
 
-    ranks = ranks_of(tracked)
-    if ranks is None:
-        counts = torch.tensor(_counted(states, dict.fromkeys(uncounted, 0)), dtype=torch.int64, device=device)
-        return None if others is None else Across(GroupRanks([]), [], 0, allocate, counts, others)
-    from hostward.distributed import fsdp2
-
-    layouts = {t.name: fsdp2.layout_of(t.name, t.parameter) for t in tracked}
-    shared: dict[tuple[str, int], int] = {}
-    for name, layout in layouts.items():
-        for chunk in layout.shared_chunks():
-            shared[name, chunk] = len(shared)
+    firsts = {t.name: t.first for t in tracked}
     fragments = []
     for b, state in enumerate(states):
         for i, r in enumerate(state.bucket.ranges):
-            before = (layouts[r.name].first + r.start) // CHUNK_ELEMENTS
+            before = (firsts[r.name] + r.start) // CHUNK_ELEMENTS
             count = chunks_of(r.numel)
             for k in sorted({0, count - 1}):  # no others have a border within
-                if (r.name, before + k) in shared:
+                if (r.name, before + k) in cut.shared:
                     start, stop = k * CHUNK_ELEMENTS, min((k + 1) * CHUNK_ELEMENTS, r.numel)
-                    index = shared[r.name, before + k]
+                    index = cut.shared[r.name, before + k]
                     fragments.append(Fragment(b, i, start, stop, first_chunks[b][i] + k, index))
+    counts = torch.tensor(_counted(states, cut.counting), dtype=torch.int64, device=device)
+    adds = None if cut.adds is None else torch.tensor(cut.adds, dtype=torch.int64, device=device)
+    return Across(cut.ranks, fragments, cut.n_shared, allocate, counts, others, adds)
 
+
+def _by_fsdp2(tracked: Sequence[ParamRecord], uncounted: Set[str]) -> _Cut:
+    """Return how FSDP2 cuts parameters: all ranks of the mesh know all of them."""
+    from hostward.distributed import fsdp2
+
+    shared: dict[tuple[str, int], int] = {}
+    for t in tracked:
+        for chunk in fsdp2.layout_of(t.name, t.parameter).shared_chunks():
+            shared[t.name, chunk] = len(shared)
     counting = {t.name: int(t.name not in uncounted and fsdp2.counts(t.parameter)) for t in tracked}
-    counts = torch.tensor(_counted(states, counting), dtype=torch.int64, device=device)
-    return Across(ranks, fragments, len(shared), allocate, counts, others)
+    ranks = GroupRanks(fsdp2.mesh_groups(tracked[0].parameter))
+    return _Cut(ranks, shared, len(shared), counting)
+
+
+def _by_flat_shards(shards: Sequence[FlatShards], uncounted: Set[str]) -> _Cut:
+    """Return how owners of flat buffers cut parameters: each group of processes has shared chunks of its own."""
+    shared: dict[tuple[str, int], int] = {}
+    runs: list[tuple[dist.ProcessGroup | None, int]] = []
+    adds: list[int] = []
+    for each in shards:
+        chunks = each.shared_chunks()
+        of: dict[str, dict[int, int]] = {}
+        for index, (whole, chunk) in enumerate(chunks, len(adds)):
+            of.setdefault(whole, {})[chunk] = index
+        shared |= {(name, chunk): i for name, part in each.parts.items() for chunk, i in of.get(part.whole, {}).items()}
+        runs.append((each.group, len(chunks)))
+        adds += [int(each.is_first)] * len(chunks)
+    return _Cut(ShardRanks(runs), shared, len(adds), dict.fromkeys(uncounted, 0), adds)
 
 
 def _counted(states: Sequence[BucketState], counting: Mapping[str, int]) -> list[int]:

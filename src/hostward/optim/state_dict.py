@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from types import FrameType
 from typing import Any
 
@@ -13,8 +14,10 @@ import torch
 
 from hostward.core.inventory import MasterKind, Range
 from hostward.core.placement import Placement
+from hostward.distributed.flat_shards import FlatPart
 from hostward.errors import CheckpointError, ConfigError, ModelError
 from hostward.model.deferred_weights import drop_value, is_away, value_of, waits
+from hostward.model.parameter_names import matched
 from hostward.model.parameters import ParamRecord
 from hostward.optim.bucket_state import BucketState, join_master, rounded, same_bits, slab_views, split_master
 from hostward.optim.param_groups import NAMES, check_group, shown
@@ -340,6 +343,42 @@ def saved_parts(
             fix="load what AdamW.state_dict() returned",
         )
     return state or {}, list(groups or ())
+
+
+def saved_cut(parts: Mapping[str, FlatPart]) -> dict[str, Any]:
+    """Return what a state dict says of parameters that are parts of larger ones; nothing where none is."""
+    cut = {name: asdict(part) for name, part in parts.items() if not part.is_whole}
+    return {"parts": cut} if cut else {}
+
+
+def check_same_cut(state_dict: Mapping[str, Any], parts: Mapping[str, FlatPart], names: Sequence[str]) -> None:
+    """Raise CheckpointError where a saved state is of other elements of the parameters `names` than these are.
+
+    Shapes do not tell: parts of one size may lie anywhere.
+    """
+    theirs, mine = state_dict.get("parts", {}), saved_cut(parts).get("parts", {})
+    if not isinstance(theirs, Mapping):
+        raise CheckpointError(f"parts of a saved state are {theirs!r}", fix="load what AdamW.state_dict() returned")
+    theirs = {name: theirs[saved] for name, saved in matched(names, theirs).items()}
+    for name in sorted(theirs.keys() | mine.keys()):
+        if theirs.get(name) != mine.get(name):
+            saved, here = (cut.get(name, "a whole parameter") for cut in (theirs, mine))
+            raise CheckpointError(
+                f"the saved state of {name!r} is of {saved}, and here it is {here}",
+                why="parameters were cut in another way when it was saved",
+                fix="load it with the same number of processes, or put parts together: state_of(), set_state_of()",
+            )
+
+
+def require_uncut(parts: Mapping[str, FlatPart]) -> None:
+    """Raise ModelError where a parameter is a part of a larger one."""
+    cut = next((name for name, part in parts.items() if not part.is_whole), None)
+    if cut is not None:
+        raise ModelError(
+            f"parameter {cut!r} is a part of {parts[cut].whole!r}, which hostward.checkpoint does not write",
+            why="its files hold whole parameters, or DTensors, which say where their parts lie",
+            fix="state_dict(), or state_of() and `parts`, for files that the owner of the buffers writes",
+        )
 
 
 def _by_name(state: Any, groups: Any) -> tuple[Mapping[str, Mapping[str, Any]], list[Mapping[str, Any]]] | None:

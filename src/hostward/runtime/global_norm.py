@@ -8,7 +8,7 @@ collectives on the compute lane reduce integers: no order of processes changes a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
@@ -17,14 +17,22 @@ import torch
 import torch.distributed as dist
 
 from hostward.kernels.reference import NOT_FINITE
-from hostward.runtime.operands import ALL_ZERO, Buffer, Partials
+from hostward.runtime.operands import ALL_ZERO, CHUNK_ELEMENTS, Buffer, Partials
 
 _LIMB_BITS = 31
 _FIXED_POINT = 2.0**50
 
 
+def shared_chunks(borders: Iterable[int], numel: int) -> list[int]:
+    """Return the chunks of a parameter of `numel` elements within which a border lies, as ascending indices."""
+    return sorted({b // CHUNK_ELEMENTS for b in borders if b % CHUNK_ELEMENTS and b < numel})
+
+
 class Ranks(Protocol):
-    """Reduces over the processes that share the parameters, in place; both verbs enqueue on the current stream."""
+    """Reduces over the processes that share the parameters, in place; both verbs enqueue on the current stream.
+
+    The values are two of the whole gradient, and one for each shared chunk.
+    """
 
     def largest(self, values: torch.Tensor) -> None:
         """Replace every element by the largest one of all ranks."""
@@ -49,6 +57,32 @@ class GroupRanks:
     def total(self, values: torch.Tensor) -> None:
         for group in self._groups:
             dist.all_reduce(values, op=dist.ReduceOp.SUM, group=group)
+
+
+class ShardRanks:
+    """Reduces the values of shared chunks over the processes that share them, and leaves those of the whole gradient.
+
+    Args:
+        runs: process groups, and how many of the shared chunks each has, in order; None: this process alone.
+    """
+
+    def __init__(self, runs: Sequence[tuple[dist.ProcessGroup | None, int]]) -> None:
+        self._runs = [(GroupRanks([] if group is None else [group]), count) for group, count in runs]
+
+    def largest(self, values: torch.Tensor) -> None:
+        for ranks, run in self._of(values):
+            ranks.largest(run)
+
+    def total(self, values: torch.Tensor) -> None:
+        for ranks, run in self._of(values):
+            ranks.total(run)
+
+    def _of(self, values: torch.Tensor) -> Iterator[tuple[GroupRanks, torch.Tensor]]:
+        first = 2
+        for ranks, count in self._runs:
+            if count:
+                yield ranks, values[first : first + count]
+            first += count
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +112,7 @@ class Across:
         allocate: allocates the buffer that keeps the elements of fragments: float32 [elements].
         counted: int64 [partial sums], 0 for replicated parts that another rank counts, else 1.
         stages: pipeline stages, which have other parameters and their own sums; None: there are none.
+        adds: int64 [shared chunks], 1 where this process adds the chunk's sum to those of `stages`; None: everywhere.
     """
 
     def __init__(
@@ -88,8 +123,10 @@ class Across:
         allocate: Callable[[int], Buffer],
         counted: torch.Tensor,
         stages: Ranks | None = None,
+        adds: torch.Tensor | None = None,
     ) -> None:
         self.ranks = ranks
+        self._adds = adds
         self._stages = stages
         self._counted = counted
         self.n_shared = n_shared
@@ -132,26 +169,31 @@ class Across:
             largest[1:2] = found_inf.ne(0).to(torch.int32)
         shared = largest[2:]
         if self._kept is not None:
-            shared.index_copy_(0, self._shared, exponents.index_select(0, self._chunks))
+            # A process may have several fragments of one chunk.
+            own_exponents = exponents.index_select(0, self._chunks)
+            shared.scatter_reduce_(0, self._shared, own_exponents, "amax")
         self.ranks.largest(largest)
         if self._stages is not None:
-            self._stages.largest(largest[:2])  # shared chunks are those of one stage
+            self._stages.largest(largest[:2])  # shared chunks are not those of all stages
         top = largest[:1]
         totals = torch.zeros(2 + self.n_shared, dtype=torch.int64, device=sums.device)
         if self._kept is not None:
             sums = sums.index_fill(0, self._chunks, 0)
-            own = self._fragment_sums(self._kept.data, shared.index_select(0, self._shared))
-            totals[2:].index_copy_(0, self._shared, own)
+            own = self._fragment_sums(self._kept.data, shared.index_select(0, self._shared), own_exponents)
+            totals[2:].index_add_(0, self._shared, own)
         totals[:2] = _limbs(sums * self._counted, exponents, top)
         self.ranks.total(totals)
-        totals[:2] += _limbs(totals[2:], shared, top)
+        totals[:2] += _limbs(totals[2:] if self._adds is None else totals[2:] * self._adds, shared, top)
         if self._stages is not None:
             self._stages.total(totals[:2])
         return totals[:2], top, largest[1:2].gt(0).to(torch.float32)
 
-    def _fragment_sums(self, values: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-        """Return the sums of this process's fragments, on the scales of their unsharded chunks."""
-        ordinary = (exponents != ALL_ZERO) & (exponents != NOT_FINITE)
+    def _fragment_sums(self, values: torch.Tensor, exponents: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """Return the sums of this process's fragments, on the scales of their unsharded chunks.
+
+        `own`: their own exponents. A fragment without a gradient counts as zeros; its `values` are of a step before.
+        """
+        ordinary = (exponents != ALL_ZERO) & (exponents != NOT_FINITE) & (own != ALL_ZERO)
         # 2**-exponent is made from its bits: a power computed in floating point need not be exact.
         scales = ((1023 - torch.where(ordinary, exponents, 0).to(torch.int64)) << 52).view(torch.float64)
         scaled = values.to(torch.float64) * scales.index_select(0, self._owners)
