@@ -117,6 +117,9 @@ def attach(
             put.regions.warn_of_idle(put.layers)
         if put.planned is not None:  # after everything that can fail, on any rank, because it is not undone
             recompute_whole(model, [layer for _, layer in put.layers], put.planned.whole)
+            run.recomputed_layers = [put.layers[number][0] for number in sorted(put.planned.whole)]
+            if optimizer is not None:
+                optimizer.layers_attached()
         undo.pop_all()
     return run
 
@@ -354,6 +357,8 @@ class ActivationReport:
     """True without a GPU: the device is a part of host memory, and nothing is pinned."""
     recomputed_modules: int = 0
     weights: WeightReport | None = None
+    recomputed_layers: int = 0
+    """Layers that save only their inputs, as a plan says."""
 
     def explain(self) -> str:
         """Return a readable report of a few lines."""
@@ -373,6 +378,8 @@ class ActivationReport:
             lines += [f"  stays, because {why}: {nbytes:,} bytes" for why, nbytes in sorted(self.kept_bytes.items())]
         if self.recomputed_modules:
             lines.append(f"  recomputed in backward, saving only their inputs: {self.recomputed_modules} modules")
+        if self.recomputed_layers:
+            lines.append(f"  recomputed in backward, saving only their inputs: {self.recomputed_layers} whole layers")
         return [*lines, *(self._little() if self.offloaded_bytes or self.weights is None else [])]
 
     def _little(self) -> list[str]:
@@ -430,6 +437,8 @@ class Attachment:
         self._regions = regions
         self.recomputed = [] if regions is None else list(regions.names)
         """Recomputed modules, by path."""
+        self.recomputed_layers: list[str] = []
+        """Layers that are recomputed as a whole, by path."""
         on, offloaded = how is not None or weights is not None, 0 if how is None else _leaving(layers, how)
         how = how or Activations()
         window, ahead = max(1, len(layers) - offloaded), int(how.double_buffering)
@@ -522,7 +531,7 @@ class Attachment:
         return ActivationReport(
             transfers.offloaded, transfers.freed, transfers.held, transfers.reloaded, transfers.on_demand, kept,
             self._transfers.host_bytes, self.backend.describe()["backend"] == "simulated", len(self.recomputed),
-            None if self._weights is None else self._weights.report(),
+            None if self._weights is None else self._weights.report(), len(self.recomputed_layers),
         )  # fmt: skip
 
     def __repr__(self) -> str:
@@ -537,6 +546,8 @@ class Attachment:
             what.append(f"{away.offloaded_bytes:,} bytes of weights on the host, {now}")
         if self.recomputed:
             what.append(f"{len(self.recomputed)} modules recomputed in backward")
+        if self.recomputed_layers:
+            what.append(f"{len(self.recomputed_layers)} whole layers recomputed in backward")
         return f"Attachment({'; '.join(what)}{'' if self._attached else '; detached'})"
 
     def detach(self) -> None:
@@ -713,6 +724,8 @@ def recompute_whole(
     Raises ConfigError for layers that have none.
     """
     enable = require_whole_again(model, layers, chosen)
+    if chosen and not model.training:
+        log.warning("the model is in evaluation mode, in which transformers checkpoints no layer: call model.train()")
     if chosen and enable is not None:
         enable({"use_reentrant": False, "preserve_rng_state": draws})
     for number, layer in enumerate(layers):

@@ -325,6 +325,7 @@ def _stepped(run: cases.Run, step: int) -> float | None:
     cases.gather(run)
     for chunk in run.chunks:
         chunk.zero_grad_buffer()
+        run.optimizer.offloading.wait_until_cleared()
         for name, p in chunk.module.named_parameters():
             p.main_grad.view(-1).copy_(given_gradient(p, name, step))
     for chunk in run.chunks:

@@ -257,6 +257,27 @@ def test_several_ranks_of_a_host_share_what_is_free(small: Workload, monkeypatch
         hostward.attach(model, plan=made, backend=SimulatedBackend())
 
 
+def test_layers_of_a_plan_that_nothing_was_told_of(small: Workload, caplog: pytest.LogCaptureFixture) -> None:
+    """`AdamW` places state; what a plan does to layers is for `attach`, which says what it does."""
+    config = apply_overrides(recipes.load(TINY), [*SMALL, BF16])
+    made = plan(small, mixed(small, (Keep.RECOMPUTE, Keep.KEEP)))
+    for attached in (False, True):
+        model = build_model(config, vocab_size=ByteTokenizer.vocab_size, device="cpu", dtype=torch.bfloat16, seed=1)
+        optimizer = hostward.AdamW(model, plan=made, backend=SimulatedBackend(threads=1))
+        caplog.clear()
+        with caplog.at_level("WARNING", "hostward"):
+            if attached:
+                run = hostward.attach(model.eval(), optimizer, plan=made)
+                assert "evaluation mode" in caplog.text
+                assert "1 whole layers recomputed in backward" in repr(run)
+                assert "saving only their inputs: 1 whole layers" in run.report().explain()
+            for _ in range(2):
+                for p in model.parameters():
+                    p.grad = torch.zeros_like(p)
+                optimizer.step()
+        assert caplog.text.count("recomputes something of 1 layers") == (not attached)
+
+
 def test_attach_by_a_plan(small: Workload) -> None:
     config = apply_overrides(recipes.load(TINY), [*SMALL, BF16])
     model = build_model(config, vocab_size=ByteTokenizer.vocab_size, device="cpu", dtype=torch.bfloat16, seed=1)

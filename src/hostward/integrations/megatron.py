@@ -797,6 +797,14 @@ class Offloading:
         if self._made is not None:
             self._made.wait_for_gradients()
 
+    def wait_until_cleared(self) -> None:
+        """Make the current stream wait until gradient buffers are cleared, for who writes gradients before forward.
+
+        Raises:
+            OrderingError: gradients have been written before.
+        """
+        self._clearing.finish()
+
     def _clear(self, buffer: Any, reset: Callable[[], None]) -> None:
         """Clear a gradient buffer when it has been read; forward does not use it, and goes on."""
 
@@ -1048,7 +1056,7 @@ class _Clearing:
             raise OrderingError(
                 "gradients were written between zero_grad_buffer() and the end of forward",
                 why="buffers are cleared beside forward, and what was written may be cleared as well",
-                fix="write them after forward, or use(early_gradients=False)",
+                fix="write them after forward, or after optimizer.offloading.wait_until_cleared()",
             )
 
 

@@ -520,6 +520,10 @@ class AdamW(torch.optim.Optimizer):
             self._tracked, self._states, self._executor, self._watch, self._access, self._follow_weights
         )
 
+    def layers_attached(self) -> None:
+        """Report that `attach` carries out what the plan says about layers; without it the first step warns."""
+        self._mix.layers_by_plan = 0
+
     # ---------------------------------------------------------------- the step
 
     @_disable_dynamo
@@ -555,6 +559,13 @@ class AdamW(torch.optim.Optimizer):
         self._waiting = [t for t in self._waiting if is_away(t.parameter)]
         if self._waiting:
             raise waits(self._waiting[0].name)
+        if self._mix.layers_by_plan:
+            log.warning(
+                "the plan also offloads or recomputes something of %d layers, which nothing has been told of: "
+                "hostward.attach(model, optimizer, plan=...) does it",
+                self._mix.layers_by_plan,
+            )
+            self._mix.layers_by_plan = 0
         self._readers.wait()
         self._follow_weights()
         self._watch.require_no_newcomers()

@@ -66,7 +66,7 @@ def _unfit(t: ParamRecord) -> ModelError:
     return ModelError(
         f"parameter {t.name!r} {problem}",
         why="the step takes dense fp32, bf16 or fp16 gradients on the parameter's own device",
-        fix="make the gradient dense, or leave the parameter out of the optimizer",
+        fix="give it such a gradient, or leave the parameter out of the optimizer",
     )
 
 

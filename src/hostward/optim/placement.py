@@ -72,6 +72,9 @@ class PlacementPolicy:
         """Device memory for the GPU staging buffers of streamed state, by the plan; None: not bounded."""
         self.pin_gradients = self._plan is None or self._plan.pin_gradients
         self.pin_weights = self._plan is None or self._plan.pin_weights
+        rows = () if self._plan is None else self._plan.layers
+        self.layers_by_plan = sum(row.activations != "keep" or row.weights == "host" for row in rows)
+        """Layers of which the plan offloads or recomputes something, which is `attach`'s part of it."""
         self.rates: Rates | None = None
         """Rates measured once, before state is allocated; None if nothing depended on them."""
 
