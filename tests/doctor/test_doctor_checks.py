@@ -235,9 +235,9 @@ CASES = [
         "of another machine: GPU NVIDIA H20",
         "bench machine",
     ),
-    ("link_rates", with_rates(links=SLOW_LINK), WARNING, "copies to the GPU run at 12.0 GB/s", "lanes"),
+    ("rates", with_rates(links=SLOW_LINK), WARNING, "copies to the GPU run at 12.0 GB/s", "lanes"),
     (
-        "link_rates",
+        "rates",
         sound(
             devices=NO_DEVICES,
             nvidia_addresses=(),
@@ -248,14 +248,14 @@ CASES = [
         "lanes",
     ),
     (
-        "matmul_rate",
+        "rates",
         with_rates(gpu=dataclasses.replace(GPU_OF_H200, bf16_matmul_flops_per_s=300e12)),
         WARNING,
         "run at 300 TFLOP/s",
         "nvidia-smi",
     ),
     (
-        "matmul_rate",
+        "rates",
         sound(
             devices=dataclasses.replace(ONE_GPU, gpus=(dataclasses.replace(H200, name="NVIDIA H100 80GB HBM3"),)),
             hardware=dataclasses.replace(
@@ -267,15 +267,15 @@ CASES = [
         "run at 200 TFLOP/s",
         "nvidia-smi",
     ),
-    ("host_rates", with_rates(host_parameters_per_s=1e9), WARNING, "steps 1.00 G parameters/s", "bench machine"),
+    ("rates", with_rates(host_parameters_per_s=1e9), WARNING, "steps 1.00 G parameters/s", "bench machine"),
     (
-        "host_rates",
+        "rates",
         with_rates(dram_bytes_per_s=40e9, host_parameters_per_s=1.4e9),
         WARNING,
         "move 40.0 GB/s of host memory, the link 88.0",
         "CPUs",
     ),
-    ("host_rates", with_rates(pinned_s_per_gib=0.7), WARNING, "0.70 s per GiB", "transparent_hugepage"),
+    ("rates", with_rates(pinned_s_per_gib=0.7), WARNING, "0.70 s per GiB", "transparent_hugepage"),
 ]
 
 
@@ -287,6 +287,8 @@ def test_trouble_is_found_and_named(check: str, facts: Facts, severity: Severity
     matching = [f for f in found if f.severity is severity and what in f.what and fix in f.fix]
     assert len(matching) == 1, found
     assert matching[0].why
+    if check == "rates" and facts.hardware is not None and facts.hardware.measured_at is not None:
+        assert f"(measured at {facts.hardware.measured_at})" in matching[0].what
     assert matching[0] in examine(facts)
 
 

@@ -75,6 +75,7 @@ def bench_machine(
     from hostward.machine.measure import measure_machine, render
     from hostward.plan.hardware_profile import save
 
+    busy = os.getloadavg()[0]
     hardware = measure_machine(quick=quick, threads=threads, progress=lambda stage: print(stage, file=sys.stderr))
     told = text_stream(json_file)
     if json_file == STDOUT:
@@ -82,6 +83,8 @@ def bench_machine(
     else:
         save(hardware, json_file)
     print_tables([render(hardware)], told)
+    if busy > len(os.sched_getaffinity(0)) / 4:
+        print(f"the machine was busy (load average {busy:.1f}), so rates may be too low: measure again", file=told)
     if json_file != STDOUT:
         print(f"written to {json_file}")
 

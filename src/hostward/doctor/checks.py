@@ -6,6 +6,7 @@ Each function takes the facts and returns its findings.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from hostward.core.units import GIB, MIB
 from hostward.doctor import Finding, Severity
@@ -334,7 +335,15 @@ def _gb(rate: float) -> str:
     return f"{rate / 1e9:.1f} GB/s"
 
 
-_RATE_CHECKS = (hardware_file, link_rates, matmul_rate, host_rates)
+def rates(facts: Facts) -> list[Finding]:
+    """Return what is wrong with measured rates, each with the time of the measurement: the machine was perhaps busy."""
+    found = [*link_rates(facts), *matmul_rate(facts), *host_rates(facts)]
+    if facts.hardware is None or facts.hardware.measured_at is None:
+        return found
+    return [replace(each, what=f"{each.what} (measured at {facts.hardware.measured_at})") for each in found]
+
+
+_RATE_CHECKS = (hardware_file, rates)
 
 
 # Checks of software versions and of environment variables.
