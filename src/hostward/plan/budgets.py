@@ -121,7 +121,13 @@ def by_phase(needs: Needs, budgets: Budgets, units: Units, gpus: int) -> str:
 
 
 def _nearest(needs: Needs, budgets: Budgets) -> list[str]:
-    """Name the phase and the kind of memory that come nearest to their limit; nothing where there is none."""
+    """Say what comes nearest to its limit; nothing where there is none."""
+    found = nearest(needs, budgets)
+    return [f"nearest to its limit: {found}"] if found else []
+
+
+def nearest(needs: Needs, budgets: Budgets) -> str:
+    """Name the kind of memory and the phase that come nearest to their limit, and the share; "" without limits."""
     shares = [
         (needed(needs, (phase,))[kind] / limit, kind, phase)
         for kind, limit in budgets.limits.items()
@@ -129,9 +135,19 @@ def _nearest(needs: Needs, budgets: Budgets) -> list[str]:
         if limit
     ]
     if not shares:
-        return []
+        return ""
     share, kind, phase = max(shares, key=lambda found: found[0])
-    return [f"nearest to its limit: {kind} memory, {phase}, {share:.0%}"]
+    return f"{kind} memory, {phase}, {share:.0%}"
+
+
+def missing(needs: Needs, budgets: Budgets, units: Units) -> str:
+    """Name the kinds of memory that exceed their limits, each with the excess and the phase that needs most."""
+    phases = [phase.name for phase in needs.phases if phase.name in budgets.phases]
+    return ", ".join(
+        f"{units.size(excess)} {units.memory} of {kind} memory missing, {most}"
+        for kind, excess in budgets.over(needs).items()
+        for most in [max(phases, key=lambda name: needed(needs, (name,))[kind])]
+    )
 
 
 def by_owner(needs: Needs, units: Units) -> str:
