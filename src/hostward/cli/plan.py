@@ -216,16 +216,16 @@ class Flags:
             budgets = _budgets(machine, count, self.device_memory, self.host_memory, self.pinned_memory)
             if self.config is not None:
                 chosen = hand(None)
-                workload, forced, phases = _of_file(self.config, *sizes, count, resharded=self.reshard)
+                whole, workload, forced, phases = _of_file(self.config, *sizes, count, resharded=self.reshard)
             else:
                 name = self.recipe or DEFAULT_RECIPE
                 options = configured(name, self.words)
                 chosen = hand(options.model.num_layers if options.model.hf_model_path is None else None)
-                workload, forced, phases = _of_recipe(name, options, count, speeds_of(machine, count))
+                whole, workload, forced, phases = _of_recipe(name, options, count, speeds_of(machine, count))
             if self.no_pin:
-                workload = replace(workload, pin_gradients=False, pin_weights=False)
+                whole, workload = (replace(w, pin_gradients=False, pin_weights=False) for w in (whole, workload))
             forced = forced_by_hand(workload, forced, chosen)
-            return Question(workload, machine, count, replace(budgets, phases=phases), forced)
+            return Question(workload, machine, count, replace(budgets, phases=phases), forced, whole)
 
         return question
 
@@ -340,7 +340,10 @@ def _warn_unsupported(plan: PlanFile, file: Path) -> None:
         typer.echo(f"hostward train --plan does not support {file}: {error.what}", err=True)
 
 
-def _of_recipe(name: str, config: Config, gpus: int, speeds: Speeds) -> tuple[Workload, Forced, tuple[str, ...]]:
+def _of_recipe(
+    name: str, config: Config, gpus: int, speeds: Speeds
+) -> tuple[Workload, Workload, Forced, tuple[str, ...]]:
+    """Return the workload of one GPU with all parameters, a rank's, what options force, and the phases that count."""
     from hostward.config.rules.table import captured, resharded, widened
     from hostward.config.validate import check
     from hostward.plan.rank_partition import sharded
@@ -354,7 +357,7 @@ def _of_recipe(name: str, config: Config, gpus: int, speeds: Speeds) -> tuple[Wo
     require_planned(config, "hostward plan")
     whole = recipe_workload(config, name=name, folder=usual_folder())
     workload = sharded(whole, gpus, reduced_in_fp32=widened(config, gpus), resharded=resharded(config))
-    return workload, asked_of(config, workload, speeds), phases_of(config)
+    return whole, workload, asked_of(config, workload, speeds), phases_of(config)
 
 
 def _require_none_of_a_file(given: dict[str, int | None]) -> None:
@@ -370,7 +373,8 @@ def _require_none_of_a_file(given: dict[str, int | None]) -> None:
 
 def _of_file(
     path: Path, sequence: int | None, batch: int | None, micro_batch: int | None, gpus: int, *, resharded: bool
-) -> tuple[Workload, Forced, tuple[str, ...]]:
+) -> tuple[Workload, Workload, Forced, tuple[str, ...]]:
+    """Return what `_of_recipe` does, of a config.json."""
     from hostward.plan.memory_model import RESUME, SAVE, TRAINING
     from hostward.plan.rank_partition import sharded
     from hostward.plan.solver import Forced
@@ -390,7 +394,7 @@ def _of_file(
         folder=usual_folder(),
     )
     # Who trains a model saves it, and may have to resume.
-    return sharded(workload, gpus, resharded=resharded), Forced(), (*TRAINING, SAVE, RESUME)
+    return workload, sharded(workload, gpus, resharded=resharded), Forced(), (*TRAINING, SAVE, RESUME)
 
 
 def _hardware(text: str | None) -> Hardware:

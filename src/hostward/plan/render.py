@@ -13,7 +13,7 @@ from hostward.errors import ConfigError, HostwardError, needed_for
 from hostward.plan.budgets import Units, by_owner, by_phase, columns, missing, nearest, needed, units_of
 from hostward.plan.decisions import Choice, FrontierPoint, Keep
 from hostward.plan.memory_model import TRAINING
-from hostward.plan.result import Answer, offloads, verdict
+from hostward.plan.result import Answer, more_gpus_in_vain, offloads, verdict
 from hostward.plan.search import Candidate
 from hostward.plan.workload import Workload
 
@@ -35,7 +35,8 @@ def render(found: Answer) -> str:
     workload = question.workload
     blocks = [_title(found), verdict(found)]
     if found.chosen is None:
-        blocks.append("\n".join(["What would make it fit, any one of:", *(f"  {change}" for change in found.changes)]))
+        cures = ["What would make it fit, any one of:", *(f"  {change}" for change in found.changes)]
+        blocks.append("\n".join([*cures, *filter(None, [more_gpus_in_vain(found)])]))
         blocks.append("The nearest choice:")
     units = units_of(shown.needs, shown.prediction.step_s)
     table = by_phase(shown.needs, question.budgets, units, question.gpus)

@@ -151,6 +151,10 @@ class Frontier:
             self.widen()
         return self.best(budgets) is not None
 
+    def fits_at_last(self, budgets: Budgets) -> bool:
+        """Return whether `best_at_last` finds a choice; it is asked only where the frontier nearly fits."""
+        return self.fits(budgets) or (self._nearly_fits(budgets) and self.refined(budgets) is not None)
+
     def best_at_last(self, budgets: Budgets) -> Candidate | None:
         """Return the fastest choice that is found within the budgets; None where none fits.
 
