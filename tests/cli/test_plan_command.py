@@ -70,7 +70,7 @@ def test_other_flags_are_planned_beside_the_plan(cli: Cli) -> None:
     assert re.search(r"^this plan +[\d.]+ +[\d.]+ +[\d.]+  yes; nearest to its limit: device memory, ", this)
     steps = [re.findall(r"predicted step (\S+) ms", cli(*flags, *shlex.split(other)).out)[0] for other in others]
     assert [line.partition(other)[2].split()[0] for line, other in zip(lines, others, strict=True)] == steps
-    assert re.search(r"  no: [\d.]+ MiB of device memory missing, first step$", lines[1])
+    assert re.search(r"  no; missing: [\d.]+ MiB of device memory \(first step\)$", lines[1])
     first_s, both_s = float(this.split()[2]), float(steps[2])
     more = float(lines[2].partition(others[2])[2].split()[1].rstrip("%"))
     assert more == pytest.approx(100 * (both_s / (2 * first_s) - 1), abs=0.1)  # as long a step has twice the tokens

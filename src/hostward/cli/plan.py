@@ -375,7 +375,7 @@ def _of_file(
     path: Path, sequence: int | None, batch: int | None, micro_batch: int | None, gpus: int, *, resharded: bool
 ) -> tuple[Workload, Workload, Forced, tuple[str, ...]]:
     """Return what `_of_recipe` does, of a config.json."""
-    from hostward.plan.memory_model import RESUME, SAVE, TRAINING
+    from hostward.plan.memory_model import EVALUATION, RESUME, SAVE, TRAINING
     from hostward.plan.rank_partition import sharded
     from hostward.plan.solver import Forced
     from hostward.trainer.workload import config_workload, usual_folder
@@ -393,8 +393,8 @@ def _of_file(
         microbatches=total // size,
         folder=usual_folder(),
     )
-    # Who trains a model saves it, and may have to resume.
-    return workload, sharded(workload, gpus, resharded=resharded), Forced(), (*TRAINING, SAVE, RESUME)
+    # Who trains a model saves it, may have to resume, and evaluates it.
+    return workload, sharded(workload, gpus, resharded=resharded), Forced(), (*TRAINING, SAVE, RESUME, EVALUATION)
 
 
 def _hardware(text: str | None) -> Hardware:

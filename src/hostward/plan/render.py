@@ -285,7 +285,7 @@ def beside(found: Answer, others: Sequence[tuple[str, Answer]]) -> str:
         sizes = units.size(most["device"]), units.size(most["host"] * question.gpus)
         rows.append([text, units.seconds(shown.prediction.step_s), more, *sizes])
         if each.chosen is None:
-            names.append(f"no: {missing(shown.needs, question.budgets, units)}")
+            names.append(f"no; {missing(shown.needs, question.budgets, units)}")
         else:
             limit = nearest(shown.needs, question.budgets)
             names.append(f"yes; nearest to its limit: {limit}" if limit else "yes; there are no limits")
