@@ -214,9 +214,7 @@ def _more_gpus(question: Question, speeds: Speeds) -> list[str]:
     for doublings in range(1, _MOST_DOUBLINGS + 1):
         for resharded in sorted({asked.resharded, True}):
             if fits(question.gpus << doublings, resharded=resharded):
-                rest = f": {RESHARDED}, or with --config --reshard"
-                unsharded = f", with layers that are unsharded only while they run{rest}"
-                also = unsharded if resharded and not asked.resharded else ""
+                also = f", with {RESHARDED}, or --config --reshard" if resharded and not asked.resharded else ""
                 return [f"{question.gpus << doublings} GPUs, of {1 << doublings} machines like this one{also}"]
     return []
 
