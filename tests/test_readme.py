@@ -127,6 +127,25 @@ def ratio(row: dict[str, object], base: dict[str, object]) -> str:
     return f"{float(str(row['step_s'])) / float(str(base['step_s'])):.2f}"
 
 
+def test_choices_that_others_dominate_are_said_to_be() -> None:
+    """Of activations at one length: rows that take at least 2 % longer than another, and more memory."""
+    page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    table = page.partition("## Activations, one GPU")[2].partition("## ")[0]
+    rows: list[tuple[str, str, float, float]] = []
+    for cells in (line.split("|") for line in table.splitlines() if re.search(r"[.]\d+ \|$", line)):
+        length = cells[1].split(",")[0].strip() or rows[-1][0]
+        others = "TRL", "torchtune", "save_on_cpu", "hidden size"  # of another library, or another model
+        if not any(other in cells[1] + cells[2] for other in others):
+            rows.append((length, cells[2], float(cells[4]), float(cells[5].split()[0])))
+    assert len(rows) >= 12
+    dominated = [
+        what
+        for length, what, slower, gib in rows
+        if any(length == other and 1.02 * s <= slower and g < gib for other, _, s, g in rows)
+    ]
+    assert [what for _, what, _, _ in rows if "Dominated" in what] == dominated != []
+
+
 def test_conditions_of_the_benchmarks_page_are_those_of_its_files() -> None:
     page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
     assert program("benchmarks/conditions.py").with_conditions(page) == page, (

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -55,6 +56,26 @@ def test_a_recipe_is_planned_and_written(cli: Cli, tmp_path: Path) -> None:
     assert "rates are those" not in cli("plan", *TINY, "--hardware", "h200").out
 
 
+def test_other_flags_are_planned_beside_the_plan(cli: Cli) -> None:
+    """Each line is what `hostward plan` says with these flags. Seen red: flags of the plan left out of the others."""
+    flags = ("plan", *TINY, "--hardware", "h200", "--place", "*=host")
+    others = ["--keep '*=recompute'", "--device-memory 1MiB", "train.global_batch_size=8 --gpus 2"]
+    words = [word for other in others for word in ("--why-not", other)]
+    found = cli(*flags, *words)
+    assert found.code == 0, found.err
+    plan, _, table = found.out.partition("what other flags would change")
+    assert plan.rstrip() == cli(*flags).out.rstrip()
+    heading, this, *lines = table.splitlines()[1:]
+    assert re.split(" {2,}", heading.strip()) == ["step ms", "time per token", "device MiB", "host MiB, node", "fits"]
+    assert re.search(r"^this plan +[\d.]+ +[\d.]+ +[\d.]+  yes; nearest to its limit: device memory, ", this)
+    steps = [re.findall(r"predicted step (\S+) ms", cli(*flags, *shlex.split(other)).out)[0] for other in others]
+    assert [line.partition(other)[2].split()[0] for line, other in zip(lines, others, strict=True)] == steps
+    assert re.search(r"  no; missing: [\d.]+ MiB of device memory \(first step\)$", lines[1])
+    first_s, both_s = float(this.split()[2]), float(steps[2])
+    more = float(lines[2].partition(others[2])[2].split()[1].rstrip("%"))
+    assert more == pytest.approx(100 * (both_s / (2 * first_s) - 1), abs=0.1)  # as long a step has twice the tokens
+
+
 def test_what_was_measured_of_a_machine_is_planned_with(cli: Cli) -> None:
     """A file of `hostward bench machine` knows nothing that the vendor alone says."""
     measured = ROOT / "benchmarks/results/2026-11-22-hardware-h200.json"
@@ -71,7 +92,7 @@ def test_the_first_screen_of_the_readme_is_what_the_command_prints(cli: Cli) -> 
     for block in blocks:
         command, *lines = block.partition("```")[0].splitlines()
         found = cli(*command.split())
-        assert found.code == 0, found.err
+        assert found.code == ("It does not fit." in lines), found.err
         printed = found.out.splitlines()
         assert [line for line in lines if line not in printed] == []
 
@@ -92,7 +113,7 @@ def test_several_numbers_of_gpus_are_a_line_each(cli: Cli, tmp_path: Path) -> No
     assert short.out.count("does not fit; any one would make it: --device-memory ") == 2
     refused = cli("plan", *TINY, "--gpus", "1,2", "--json", tmp_path / "plan.json")
     assert (refused.code, refused.out) == (2, "")
-    assert "--json or --plot, which describe one plan" in refused.err
+    assert "--json, --plot or --why-not, which are about one plan" in refused.err
 
 
 def test_a_number_of_gpus_among_which_the_step_cannot_be_divided_leaves_the_other_lines(cli: Cli) -> None:
@@ -348,6 +369,14 @@ def test_a_picture_of_the_frontier(cli: Cli, tmp_path: Path) -> None:
         (["--json", "no/such/plan.json"], ["its folder does not exist"]),
         (["diff", "one.json"], ["plan diff takes two files"]),
         (["diff", "one.json", "two.json", "--json", "-"], ["--json has no effect with plan diff"]),
+        (["--why-not", "--weigths 1"], ["--why-not '--weigths 1' is not what hostward plan takes", "--weights"]),
+        (["--why-not", "--weights x"], ["--why-not '--weights x' is not what", "--weights"]),
+        (["--why-not", "--weights 2"], ["--why-not '--weights 2': --weights 2: the model has 2 layers"]),
+        (["--why-not", "--json x.json"], ["--why-not '--json x.json': --json is about what is written"]),
+        (["--why-not", "--keep '"], ["is not what hostward plan takes", "No closing quotation"]),
+        (["--why-not", ""], ["--why-not '': it varies no flag"]),
+        (["--why-not", "--gpus 1,2"], ["asks for several plans"]),
+        (["--why-not", "--no-pin", "--gpus", "1,2"], ["--why-not, which are about one plan"]),
         (["dif", "one.json", "two.json"], ["no command 'dif'", "hostward plan diff A.json B.json"]),
         (["optimizer.optimizer_offload_fraction=2"], ["optimizer_offload_fraction"]),
     ],

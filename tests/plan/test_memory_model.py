@@ -11,11 +11,13 @@ from hypothesis import given, settings, strategies as st
 from hostward.core.inventory import Dtype, Inventory, Parameter, cut_buckets
 from hostward.core.placement import Placement
 from hostward.errors import ConfigError
+from hostward.plan.budgets import Budgets
 from hostward.plan.decisions import Choice, Keep
 from hostward.plan.gradient_memory import Facts, Gradients
 from hostward.plan.memory_model import (
     CUBLAS_WORKSPACE_BYTES,
     CUBLAS_WORKSPACES,
+    EVALUATION,
     FIRST_STEP,
     LOAD,
     RESUME,
@@ -78,7 +80,7 @@ def test_all_on_the_device() -> None:
     # At the end of backward: the embedding's own, and all gradients.
     assert (device(found, "activations"), device(found, "gradients")) == (TOKENS, weights)
     assert set(found.phase(STEADY_STEP).host) == {"workspaces"}
-    assert [phase.name for phase in found.phases] == [LOAD, FIRST_STEP, STEADY_STEP, SAVE, RESUME, SLEEP]
+    assert [phase.name for phase in found.phases] == [LOAD, FIRST_STEP, STEADY_STEP, SAVE, RESUME, EVALUATION, SLEEP]
 
 
 def test_totals_are_those_of_phases_that_every_run_has() -> None:
@@ -88,6 +90,19 @@ def test_totals_are_those_of_phases_that_every_run_has() -> None:
     assert found.host_bytes == max(phase.host_bytes for phase in held) < found.phase(SAVE).host_bytes
     assert found.pinned_bytes == max(phase.pinned_bytes for phase in held)
     assert not found.phase(SLEEP).device
+
+
+def test_evaluation_holds_one_layer_and_no_gradients() -> None:
+    """Weights and state are where training has them. Seen red: with what earlier layers keep for backward."""
+    work = workload(loss=10.0)
+    for keep in (Keep.KEEP, Keep.RECOMPUTE):
+        found = needs(HOST, keep, work)
+        held, step = found.phase(EVALUATION), found.phase(STEADY_STEP)
+        assert held.device["weights"] == step.device["weights"]
+        assert "gradients" not in held.device
+        assert held.device.get("activations", 0) + held.device.get("logits and loss", 0) <= (SAVED + 10) * TOKENS
+        assert held.host == step.host
+    assert Budgets(host_bytes=0, phases=(EVALUATION,)).over(found) == {"host": held.host_bytes}
 
 
 def test_the_peak_is_at_the_loss_or_in_the_layers() -> None:

@@ -393,6 +393,36 @@ def test_shorter_sequences_are_proposed_where_one_is_too_long() -> None:
     assert not any(c.startswith("a microbatch") for c in found.changes)
 
 
+def test_it_is_said_how_many_gpus_it_takes() -> None:
+    """Seen red: the largest number that was tried."""
+    whole = llama_70b(batch=8)
+    part = sharded(whole, 8, resharded=True)
+    budgets = Budgets(40 * GIB, 20 * GIB)
+    found = answer(Question(part, profile("h100"), 8, budgets, Forced(), whole), required_of(part))
+    assert found.chosen is None
+    (change,) = (c for c in found.changes if "GPUs, of" in c)
+    assert change == "32 GPUs, of 4 machines like this one"
+
+    def fits(ranks: int) -> bool:
+        tried = sharded(replace(whole, microbatches=ranks), ranks, resharded=True)
+        question = Question(tried, profile("h100"), ranks, budgets, Forced())
+        return answer(question, required_of(tried)).chosen is not None
+
+    assert fits(32)
+    assert not fits(16)
+
+
+def test_it_is_said_what_more_gpus_do_not_make_smaller() -> None:
+    """A layer that is gathered takes as much on each of them."""
+    whole = qwen_30b()
+    part = sharded(whole, 4, resharded=True)
+    found = answer(Question(part, profile("h200"), 4, Budgets(3 * GIB), Forced(), whole), required_of(part))
+    assert not any("GPUs, of" in change for change in found.changes)
+    assert "More such GPUs do not: of 16, each needs " in render(found)
+    alone = answer(Question(part, profile("h200"), 4, Budgets(3 * GIB), Forced()), required_of(part))
+    assert "More such GPUs" not in render(alone)
+
+
 def test_a_share_of_a_model_on_each_of_several_gpus() -> None:
     whole, part = qwen_30b(), sharded(qwen_30b(), 4)
     assert part.inventory.numel == pytest.approx(whole.inventory.numel / 4, rel=1e-3)

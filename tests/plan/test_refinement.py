@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from itertools import product
 
+import hypothesis.strategies as st
 import pytest
-from plan_cases import llama
+from hypothesis import given, settings
+from workload_cases import llama
 
 from hostward.core.placement import Placement, place_fraction
 from hostward.core.units import GIB
@@ -16,17 +19,16 @@ from hostward.plan.cost_model import speeds_of
 from hostward.plan.decisions import ELEMENTWISE, LEAVES, RECOMPUTED, Choice, Keep
 from hostward.plan.hardware_profile import profile
 from hostward.plan.rank_partition import required_of, sharded
-from hostward.plan.search import Candidate, Frontier
+from hostward.plan.search import Candidate, Frontier, fastest
 from hostward.plan.solver import LAST_STAY, Forced
-from hostward.plan.step_time import predict_of
 from hostward.plan.workload import Workload
 
 pytest.importorskip("scipy", reason="planning needs SciPy")
 
 AS_GOOD = 1.02
 LLAMA = llama("llama-8b", layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=128256, sequence=2048)
+HALF = llama("llama-4b", layers=16, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=32000, sequence=2048)
 GEMMA = llama("gemma-27b", layers=62, hidden=5376, ffn=21504, heads=32, kv_heads=16, vocab=262208, sequence=4096)
-SMALL = llama(layers=4, hidden=1024, ffn=4096, heads=8, kv_heads=8, vocab=4000, sequence=2048)
 
 
 def planned(workload: Workload, machine: str, budgets: Budgets, forced: Forced | None = None) -> Candidate | None:
@@ -44,21 +46,26 @@ def by_hand(workload: Workload, away: tuple[int, ...]) -> Iterator[Forced]:
         yield Forced(offloaded_weights=frozenset(layer.name for layer in layers[:count]))
     for keep in (Keep.RECOMPUTE, Keep.ELEMENTWISE):
         yield Forced(activations=dict.fromkeys(range(len(layers)), keep))
-    yield Forced(dict.fromkeys(range(len(buckets)), Placement.HOST))
+    for placement in (Placement.HOST, Placement.STREAMED):
+        yield Forced(dict.fromkeys(range(len(buckets)), placement))
 
 
 @pytest.mark.parametrize(
     ("workload", "machine", "budgets", "away"),
     [
-        (LLAMA, "rtx-4090", Budgets(int(20.35 * GIB), 128 * GIB), (12, 16)),
+        (LLAMA, "rtx-4090", Budgets(int(20.35 * GIB), 110 * GIB), (16, 31)),
+        (LLAMA, "h200", Budgets(40 * GIB, 110 * GIB), (24,)),
         (GEMMA, "h100", Budgets(int(72.5 * GIB), 500 * GIB), (25,)),
-        (replace(LLAMA, microbatches=4), "h100", Budgets(60 * GIB, 140 * GIB), ()),
+        (replace(HALF, microbatches=2), "h100", Budgets(40 * GIB, 60 * GIB), (8,)),
         (sharded(replace(LLAMA, microbatches=4), 4), "h100", Budgets(30 * GIB, 40 * GIB), ()),
     ],
-    ids=["llama on a 4090", "gemma on an h100", "microbatches", "four ranks"],
+    ids=["llama on a 4090", "little of both", "gemma on an h100", "microbatches", "four ranks"],
 )
 def test_no_flag_makes_it_faster(workload: Workload, machine: str, budgets: Budgets, away: tuple[int, ...]) -> None:
-    """Seen red: without the search around the frontier 25 layers of the second one are 20 % faster than the plan."""
+    """Seen red: without the search around the frontier 25 layers are 20 % faster than the plan of the third; with all
+    state that may vary offloaded at first, whatever the host has, 31 layers 7 % faster than that of the first; with
+    steps from one choice alone, 24 layers 4 % faster than that of the second.
+    """
     found = planned(workload, machine, budgets)
     assert found is not None
     assert not budgets.over(found.needs)
@@ -68,37 +75,98 @@ def test_no_flag_makes_it_faster(workload: Workload, machine: str, budgets: Budg
             assert found.prediction.step_s <= AS_GOOD * other.prediction.step_s, forced
 
 
+def carried_out(keeps: tuple[Keep, ...]) -> bool:
+    """Return whether training supports these treatments: those counted from the first layer on, two layers stay."""
+    mixed = any(k in ELEMENTWISE for k in keeps) and any(k in (*RECOMPUTED, Keep.OFFLOAD) for k in keeps)
+    first = all(k in kind for kind in (LEAVES, ELEMENTWISE) for k in keeps[: sum(k in kind for k in keeps)])
+    return not mixed and first and sum(k in LEAVES for k in keeps) <= max(0, len(keeps) - LAST_STAY)
+
+
 def every_choice(workload: Workload) -> Iterator[Choice]:
     """Return all choices of a small model, with the state in quarters, that the engine can carry out."""
     layers, buckets = workload.repeated, workload.inventory.buckets
-    apart = (*RECOMPUTED, Keep.OFFLOAD)
-    for keeps in product(Keep, repeat=len(layers)):
-        mixed = any(k in ELEMENTWISE for k in keeps) and any(k in apart for k in keeps)
-        order = [list(Keep).index(k) for k in keeps]
-        if mixed or sum(k in LEAVES for k in keeps) > len(layers) - LAST_STAY or order != sorted(order, reverse=True):
-            continue
-        for count, fraction, streamed in product(range(len(layers)), (0.5, 1.0), (0.0, 0.25, 0.5, 0.75, 1.0)):
+    shares = [(0.0, 0.0), *product((0.25, 0.5, 0.75, 1.0), (0.0, 0.25, 0.5, 0.75, 1.0))]
+    for keeps in filter(carried_out, product(Keep, repeat=len(layers))):
+        for count, (fraction, streamed) in product(range(len(layers)), shares):
             names = frozenset(layer.name for layer in layers[:count])
-            rows = place_fraction(buckets, fraction, streamed).buckets
-            placements = tuple(
-                Placement.HOST if bucket.layer in names else row.placement
-                for bucket, row in zip(buckets, rows, strict=True)
-            )
-            yield Choice(placements, keeps, names)
+            free = [i for i, bucket in enumerate(buckets) if bucket.layer not in names]
+            placements = [Placement.HOST] * len(buckets)
+            for i, row in zip(
+                free, place_fraction([buckets[i] for i in free], fraction, streamed).buckets, strict=True
+            ):
+                placements[i] = row.placement
+            choice = Choice(tuple(placements), keeps, names)
+            yield choice
+            if workload.microbatches > 1 and Placement.HOST in placements:
+                yield replace(choice, gradients_on_host=True)
 
 
-def test_no_choice_of_a_small_model_is_faster() -> None:
-    hardware = profile("rtx-4090")
-    required, whole = required_of(SMALL), Budgets(24 * GIB, 64 * GIB)
-    frontier = Frontier(SMALL, speeds_of(hardware, 1), required)
-    known = [(choice, required(SMALL, choice)) for choice in every_choice(SMALL)]
-    times = [predict_of(frontier.costs, choice, needs).step_s for choice, needs in known]
-    most = frontier.base.needs.device_peak_bytes
-    assert len(known) > 1000
-    for share, host_bytes in ((0.75, whole.host_bytes), (0.5, whole.host_bytes), (0.4, 2 * GIB)):
-        budgets = Budgets(int(most * share), host_bytes)
-        fitting = [s for s, (_, needs) in zip(times, known, strict=True) if not budgets.over(needs)]
-        found = planned(SMALL, "rtx-4090", budgets)
-        if fitting:
-            assert found is not None
-            assert found.prediction.step_s <= AS_GOOD * min(fitting), share
+class Known:
+    """All choices of a small model on a machine, with their bytes; times are predicted when they are asked for."""
+
+    def __init__(self, workload: Workload, machine: str, host: float) -> None:
+        speeds = speeds_of(profile(machine))
+        self.speeds = replace(speeds, host_parameters_per_s=host * speeds.host_parameters_per_s)
+        self.workload, self.required = workload, required_of(workload)
+        self.base = Frontier(workload, self.speeds, self.required).base
+        found = (Candidate(c, self.required(workload, c), self.base.costs, self.base) for c in every_choice(workload))
+        self.choices = sorted(found, key=lambda c: c.least_s)
+        peaks = [c.needs.device_peak_bytes for c in self.choices]
+        self.least_bytes, self.most_bytes = min(peaks), self.base.needs.device_peak_bytes
+        self.host_bytes = max(c.needs.host_bytes for c in self.choices)
+
+    def fastest(self, budgets: Budgets) -> Candidate | None:
+        return fastest(c for c in self.choices if not budgets.over(c.needs))
+
+
+@cache
+def known(of: tuple[int, int, int, bool], machine: str, host: float) -> Known:
+    layers, hidden, sequence, several = of
+    workload = llama(
+        layers=layers, hidden=hidden, ffn=4 * hidden, heads=8, kv_heads=2, vocab=8000, sequence=sequence, batch=1,
+        microbatches=2 if several else 1, cap=4 * hidden * hidden,
+    )  # fmt: skip
+    return Known(workload, machine, host)
+
+
+@given(
+    st.sampled_from([(2, 2048, 512, True), (3, 1024, 2048, False), (3, 512, 8192, False)]),
+    st.sampled_from([("h100", 1.0), ("rtx-4090", 0.5)]),
+    st.sampled_from([0.05, 0.2, 0.4, 0.6]),
+    st.sampled_from([None, 0.25, 0.5, 0.75]),
+)
+@settings(deadline=None, max_examples=25, derandomize=True)
+def test_no_choice_of_a_small_model_is_faster(
+    of: tuple[int, int, int, bool], machine: tuple[str, float], device: float, host: float | None
+) -> None:
+    """Compare with brute force. Seen red: plans that training refuses, since they recompute layer norms of the last
+    layer alone.
+
+    Args:
+        device: the limit between what the smallest choice takes and the largest.
+        host: the limit as a share of what the largest choice takes; None: none.
+    """
+    every = known(of, *machine)
+    limit = int(every.least_bytes + device * (every.most_bytes - every.least_bytes))
+    budgets = Budgets(limit, None if host is None else int(host * every.host_bytes))
+    best = every.fastest(budgets)
+    if best is None:
+        return
+    gpu = profile(machine[0]).gpu
+    assert gpu is not None
+    found = Frontier(every.workload, every.speeds, every.required, None, gpu.memory_bytes).best_at_last(budgets)
+    assert found is not None
+    assert not budgets.over(found.needs)
+    assert carried_out(found.choice.activations)
+    assert found.prediction.step_s <= AS_GOOD * best.prediction.step_s
+
+
+def test_kinds_of_layers_are_mixed_as_training_supports_it() -> None:
+    """Seen red: each kind's first layers offloaded, or recomputed in part, whatever lies between them."""
+    wide = tuple(
+        replace(layer, input_bytes=replace(layer.input_bytes, linear=layer.input_bytes.linear * (1 + i % 3)))
+        for i, layer in enumerate(LLAMA.layers)
+    )
+    frontier = Frontier(replace(LLAMA, layers=wide), speeds_of(profile("h100")), required_of(LLAMA), None, 80 * GIB)
+    frontier.best_at_last(Budgets(40 * GIB, 110 * GIB))
+    assert [c.choice.activations for c in frontier.candidates if not carried_out(c.choice.activations)] == []

@@ -30,6 +30,7 @@ from hostward.cli.output import (
     require_replaceable,
     require_writable,
     text_stream,
+    usage_errors,
     wrapped,
     write_json,
     write_report,
@@ -447,7 +448,7 @@ def _run(words: list[str], debug: bool) -> int:
             raise
         ranks.report_error(f"error: out of memory\n  why: {str(error).splitlines()[0]}\n  fix: {_LESS_MEMORY}")
         return MemoryLimitError.exit_code
-    except _usage_errors() as error:
+    except usage_errors() as error:
         if ranks.reports_error(everywhere=True):
             error.show()
             ranks.leave_for_launcher(f"error: {error.format_message()}")
@@ -476,11 +477,6 @@ def _explain_flag(flag: str) -> None:
     fix = unknown_flag(flag)
     if fix is not None:
         print(f"  fix: {fix}", file=sys.stderr)
-
-
-def _usage_errors() -> type[Any]:
-    # typer brings its own copy of click or imports it, depending on its version; its public subclass knows which.
-    return next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
 def _seed_environment(deterministic: bool) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import shlex
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +13,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hostward.cli.options import complete_override, complete_recipe
-from hostward.cli.output import STDOUT, require_replaceable, require_writable, text_stream, wrapped, write_json
+from hostward.cli.output import (
+    STDOUT,
+    require_replaceable,
+    require_writable,
+    text_stream,
+    usage_errors,
+    wrapped,
+    write_json,
+)
 from hostward.cli.recipe import DEFAULT_RECIPE, configured
 from hostward.errors import ConfigError, ExitCode, HostwardError, UnknownNameError
 from hostward.trainer.garbage_collection import gc_disabled
@@ -79,10 +88,19 @@ Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="D
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the plan; - is standard output.")]
 
 
+WhyNot = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--why-not", metavar="FLAGS", help='What other flags would change, as in --why-not "--weights 25"; repeatable.'
+    ),
+]
+
+
 # Importing torch and transformers creates millions of permanent objects, and scanning them repeatedly for cyclic
 # garbage takes a third of the time until the answer.
 @gc_disabled()
 def plan(
+    context: typer.Context,
     words: Words = None,
     recipe: Recipe = None,
     config: ConfigFile = None,
@@ -99,6 +117,7 @@ def plan(
     place: Place = None,
     keep: KeepOption = None,
     weights: Weights = None,
+    why_not: WhyNot = None,
     plot: Plot = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -116,60 +135,146 @@ def plan(
         raise UnknownNameError(f"hostward plan has no command {words[0]!r}", fix="hostward plan diff A.json B.json")
     require_replaceable("--json", json_file)
     require_writable("--plot", plot)
-    from hostward.plan.cost_model import speeds_of
     from hostward.plan.hardware_profile import PROFILES
     from hostward.plan.render import compared, render
-    from hostward.plan.result import Question
     from hostward.plan.solver import require_scipy
-    from hostward.trainer.plan_request import by_hand, forced_by_hand
 
     require_scipy()
-    counts = _counts(gpus)
-    if len(counts) > 1 and (plot is not None or json_file is not None):
-        raise ConfigError(f"--gpus {gpus} with --json or --plot, which describe one plan", fix=f"--gpus {counts[-1]}")
-    machine = _hardware(hardware)
-    hand = partial(by_hand, place or [], keep or [], weights)
-    if config is not None and (recipe is not None or words):
-        raise ConfigError("--config goes with neither --recipe nor overrides", fix="leave one of them out")
-    if config is None:
-        _require_none_of_a_file(
-            {"--seq": sequence, "--batch": batch, "--micro-batch": micro_batch, "--reshard": reshard}
+    places, keeps = tuple(place or ()), tuple(keep or ())
+    given = device_memory, host_memory, pinned_memory, no_pin, hardware, gpus, places, keeps, weights
+    flags = Flags(tuple(words or ()), recipe, config, sequence, batch, micro_batch, reshard, *given)
+    counts = flags.counts()
+    if len(counts) > 1 and (plot is not None or json_file is not None or why_not):
+        raise ConfigError(
+            f"--gpus {gpus} with --json, --plot or --why-not, which are about one plan", fix=f"--gpus {counts[-1]}"
         )
-
-    def asked(count: int) -> Question:
-        budgets = _budgets(machine, count, device_memory, host_memory, pinned_memory)
-        if config is not None:
-            chosen = hand(None)
-            workload, forced, phases = _of_file(config, sequence, batch, micro_batch, count, resharded=reshard)
-        else:
-            options = configured(recipe or DEFAULT_RECIPE, words)
-            chosen = hand(options.model.num_layers if options.model.hf_model_path is None else None)
-            speeds = speeds_of(machine, count)
-            workload, forced, phases = _of_recipe(recipe or DEFAULT_RECIPE, options, count, speeds)
-        if no_pin:
-            workload = replace(workload, pin_gradients=False, pin_weights=False)
-        forced = forced_by_hand(workload, forced, chosen)
-        return Question(workload, machine, count, replace(budgets, phases=phases), forced)
-
+    others = [(text, _varied(context, flags, text)) for text in why_not or []]
     chosen_by_hand = bool(place or keep or weights is not None)
-    answers, undivided = _answers(counts, asked, partial(_answer, plot, json_file, chosen_by_hand))
+    answers, undivided = _answers(counts, flags.asked(), partial(_answer, plot, json_file, chosen_by_hand))
     told = text_stream(json_file)
-    print(wrapped(compared(answers, undivided) if len(counts) > 1 else render(answers[0])), end="", file=told)
+    varied = f"\n{_beside(answers[0], others)}" if others else ""
+    text = compared(answers, undivided) if len(counts) > 1 else f"{render(answers[0])}{varied}"
+    print(wrapped(text), end="", file=told)
     if hardware is None:
-        others = ", ".join(name for name in PROFILES if name != DEFAULT_PROFILE)
+        names = ", ".join(name for name in PROFILES if name != DEFAULT_PROFILE)
         rates = f"rates are those of the shipped profile {DEFAULT_PROFILE}; "
-        rates += f"--hardware takes {others}, or a file of `hostward bench machine`\n"
+        rates += f"--hardware takes {names}, or a file of `hostward bench machine`\n"
         print(f"\n{wrapped(rates)}", end="", file=told)
     if undivided or any(found.chosen is None for found in answers):
         raise typer.Exit(ExitCode.FAILED)
 
 
-def _counts(text: str) -> list[int]:
-    """Return the numbers of `--gpus`, each once."""
-    words = text.split(",")
-    if not all(word.isascii() and word.isdigit() and int(word) for word in words):
-        raise ConfigError(f"--gpus {text} is not a number of GPUs", fix="--gpus 8, or --gpus 1,4,8 for a line of each")
-    return list(dict.fromkeys(map(int, words)))
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """Hold what is asked of `hostward plan`: the model, the machine, limits and choices by hand."""
+
+    words: tuple[str, ...]
+    recipe: str | None
+    config: Path | None
+    sequence: int | None
+    batch: int | None
+    micro_batch: int | None
+    reshard: bool
+    device_memory: str | None
+    host_memory: str | None
+    pinned_memory: str | None
+    no_pin: bool
+    hardware: str | None
+    gpus: str
+    place: tuple[str, ...]
+    keep: tuple[str, ...]
+    weights: int | None
+
+    def counts(self) -> list[int]:
+        """Return the numbers of `--gpus`, each once. Raises ConfigError for another text."""
+        words = self.gpus.split(",")
+        if not all(word.isascii() and word.isdigit() and int(word) for word in words):
+            raise ConfigError(
+                f"--gpus {self.gpus} is not a number of GPUs", fix="--gpus 8, or --gpus 1,4,8 for a line of each"
+            )
+        return list(dict.fromkeys(map(int, words)))
+
+    def asked(self) -> Callable[[int], Question]:
+        """Return a function that makes the question for a number of GPUs.
+
+        Raises ConfigError for flags that do not go together, before any model is traced.
+        """
+        from hostward.plan.cost_model import speeds_of
+        from hostward.plan.result import Question
+        from hostward.trainer.plan_request import by_hand, forced_by_hand
+
+        machine = _hardware(self.hardware)
+        hand = partial(by_hand, self.place, self.keep, self.weights)
+        if self.config is not None and (self.recipe is not None or self.words):
+            raise ConfigError("--config goes with neither --recipe nor overrides", fix="leave one of them out")
+        sizes = self.sequence, self.batch, self.micro_batch
+        if self.config is None:
+            names = "--seq", "--batch", "--micro-batch", "--reshard"
+            _require_none_of_a_file(dict(zip(names, (*sizes, self.reshard), strict=True)))
+
+        def question(count: int) -> Question:
+            budgets = _budgets(machine, count, self.device_memory, self.host_memory, self.pinned_memory)
+            if self.config is not None:
+                chosen = hand(None)
+                whole, workload, forced, phases = _of_file(self.config, *sizes, count, resharded=self.reshard)
+            else:
+                name = self.recipe or DEFAULT_RECIPE
+                options = configured(name, self.words)
+                chosen = hand(options.model.num_layers if options.model.hf_model_path is None else None)
+                whole, workload, forced, phases = _of_recipe(name, options, count, speeds_of(machine, count))
+            if self.no_pin:
+                whole, workload = (replace(w, pin_gradients=False, pin_weights=False) for w in (whole, workload))
+            forced = forced_by_hand(workload, forced, chosen)
+            return Question(workload, machine, count, replace(budgets, phases=phases), forced, whole)
+
+        return question
+
+
+def _varied(context: typer.Context, flags: Flags, text: str) -> Flags:
+    """Return the flags with those of `--why-not TEXT` in their places; patterns and overrides are added.
+
+    Raises UnknownNameError where the text has what is no flag of a plan, and ConfigError where it changes nothing.
+    """
+    may = "--weights 25, --keep '*=recompute', --host-memory 256GiB, --seq 8192, or another flag of hostward plan"
+    try:
+        parsed = context.command.make_context("hostward plan --why-not", shlex.split(text))
+    except (ValueError, usage_errors()) as error:
+        why = error.format_message() if isinstance(error, usage_errors()) else str(error)
+        raise UnknownNameError(f"--why-not {text!r} is not what hostward plan takes", why=why, fix=may) from error
+    given = {
+        name: value
+        for name, value in parsed.params.items()
+        if (source := parsed.get_parameter_source(name)) is not None and source.name == "COMMANDLINE"
+    }
+    other = sorted(f"--{name.replace('_', '-').removesuffix('-file')}" for name in given.keys() - _FLAGS)
+    if other or not given or given.get("words", [""])[0] == "diff":
+        what = f"{', '.join(other)} is about what is written" if other else "it varies no flag"
+        raise UnknownNameError(f"--why-not {text!r}: {what}", fix=may)
+    for name in ("words", "place", "keep"):
+        given[name] = (*getattr(flags, name), *(given.get(name) or ()))
+    varied = replace(flags, **given)
+    if len(varied.counts()) > 1:
+        raise ConfigError(f"--why-not {text!r} asks for several plans", fix="name one number of GPUs in each --why-not")
+    return varied
+
+
+_FLAGS = frozenset(field.name for field in fields(Flags))
+
+
+def _beside(found: Answer, others: list[tuple[str, Flags]]) -> str:
+    """Render the answers of other flags beside that of the plan."""
+    from hostward.plan.rank_partition import required_of
+    from hostward.plan.render import beside
+    from hostward.plan.result import answer
+
+    answers = []
+    for text, flags in others:
+        try:
+            question = flags.asked()(flags.counts()[0])
+        except ConfigError as error:
+            raise type(error)(f"--why-not {text!r}: {error.what}", why=error.why, fix=error.fix) from error
+        answers.append((text, answer(question, required_of(question.workload))))
+    return beside(found, answers)
 
 
 def _answers(
@@ -235,7 +340,10 @@ def _warn_unsupported(plan: PlanFile, file: Path) -> None:
         typer.echo(f"hostward train --plan does not support {file}: {error.what}", err=True)
 
 
-def _of_recipe(name: str, config: Config, gpus: int, speeds: Speeds) -> tuple[Workload, Forced, tuple[str, ...]]:
+def _of_recipe(
+    name: str, config: Config, gpus: int, speeds: Speeds
+) -> tuple[Workload, Workload, Forced, tuple[str, ...]]:
+    """Return the workload of one GPU with all parameters, a rank's, what options force, and the phases that count."""
     from hostward.config.rules.table import captured, resharded, widened
     from hostward.config.validate import check
     from hostward.plan.rank_partition import sharded
@@ -249,7 +357,7 @@ def _of_recipe(name: str, config: Config, gpus: int, speeds: Speeds) -> tuple[Wo
     require_planned(config, "hostward plan")
     whole = recipe_workload(config, name=name, folder=usual_folder())
     workload = sharded(whole, gpus, reduced_in_fp32=widened(config, gpus), resharded=resharded(config))
-    return workload, asked_of(config, workload, speeds), phases_of(config)
+    return whole, workload, asked_of(config, workload, speeds), phases_of(config)
 
 
 def _require_none_of_a_file(given: dict[str, int | None]) -> None:
@@ -265,8 +373,9 @@ def _require_none_of_a_file(given: dict[str, int | None]) -> None:
 
 def _of_file(
     path: Path, sequence: int | None, batch: int | None, micro_batch: int | None, gpus: int, *, resharded: bool
-) -> tuple[Workload, Forced, tuple[str, ...]]:
-    from hostward.plan.memory_model import RESUME, SAVE, TRAINING
+) -> tuple[Workload, Workload, Forced, tuple[str, ...]]:
+    """Return what `_of_recipe` does, of a config.json."""
+    from hostward.plan.memory_model import EVALUATION, RESUME, SAVE, TRAINING
     from hostward.plan.rank_partition import sharded
     from hostward.plan.solver import Forced
     from hostward.trainer.workload import config_workload, usual_folder
@@ -284,8 +393,8 @@ def _of_file(
         microbatches=total // size,
         folder=usual_folder(),
     )
-    # Who trains a model saves it, and may have to resume.
-    return sharded(workload, gpus, resharded=resharded), Forced(), (*TRAINING, SAVE, RESUME)
+    # Who trains a model saves it, may have to resume, and evaluates it.
+    return workload, sharded(workload, gpus, resharded=resharded), Forced(), (*TRAINING, SAVE, RESUME, EVALUATION)
 
 
 def _hardware(text: str | None) -> Hardware:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from hostward.core.units import GIB, MIB
 from hostward.errors import MemoryLimitError
 from hostward.plan.decisions import Choice
-from hostward.plan.memory_model import RESUME, SAVE, SLEEP, TRAINING, Needs
+from hostward.plan.memory_model import EVALUATION, RESUME, SAVE, SLEEP, TRAINING, Needs
 from hostward.plan.workload import Workload
 
 Required = Callable[[Workload, Choice], Needs]
@@ -54,6 +54,7 @@ def needed(needs: Needs, phases: Sequence[str]) -> dict[str, int]:
 _NOT_COUNTED = {
     SAVE: "a run without checkpoint.save does not do it",
     RESUME: "a run without checkpoint.load does not do it",
+    EVALUATION: "hostward train does not evaluate",
     SLEEP: "hostward has no call yet that does it",
 }
 """Reasons by phase that training does not need."""
@@ -117,11 +118,13 @@ def by_phase(needs: Needs, budgets: Budgets, units: Units, gpus: int) -> str:
     limits = [budgets.device_bytes, budgets.host_bytes, budgets.pinned_bytes]
     limits += [None if budgets.host_bytes is None else budgets.host_bytes * gpus] if gpus > 1 else []
     rows.append(["limit", *("none" if limit is None else units.size(limit) for limit in limits)])
-    return "\n".join([columns(rows), *_nearest(needs, budgets), *outside])
+    limit = nearest(needs, budgets)
+    binding = missing(needs, budgets, units) or (f"nearest to its limit: {limit}" if limit else "")
+    return "\n".join([columns(rows), *filter(None, [binding]), *outside])
 
 
-def _nearest(needs: Needs, budgets: Budgets) -> list[str]:
-    """Name the phase and the kind of memory that come nearest to their limit; nothing where there is none."""
+def nearest(needs: Needs, budgets: Budgets) -> str:
+    """Name the kind of memory and the phase that come nearest to their limit, and the share; "" without limits."""
     shares = [
         (needed(needs, (phase,))[kind] / limit, kind, phase)
         for kind, limit in budgets.limits.items()
@@ -129,9 +132,20 @@ def _nearest(needs: Needs, budgets: Budgets) -> list[str]:
         if limit
     ]
     if not shares:
-        return []
+        return ""
     share, kind, phase = max(shares, key=lambda found: found[0])
-    return [f"nearest to its limit: {kind} memory, {phase}, {share:.0%}"]
+    return f"{kind} memory, {phase}, {share:.0%}"
+
+
+def missing(needs: Needs, budgets: Budgets, units: Units) -> str:
+    """Name the kinds of memory that exceed their limits, the excess and the phase that needs most; "" if none does."""
+    phases = [phase.name for phase in needs.phases if phase.name in budgets.phases]
+    parts = [
+        f"{units.size(excess)} {units.memory} of {kind} memory ({most})"
+        for kind, excess in budgets.over(needs).items()
+        for most in [max(phases, key=lambda name: needed(needs, (name,))[kind])]
+    ]
+    return f"missing: {', '.join(parts)}" if parts else ""
 
 
 def by_owner(needs: Needs, units: Units) -> str:

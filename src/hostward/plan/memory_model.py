@@ -56,7 +56,8 @@ class PhaseNeeds:
         return sum(self.pinned.values())
 
 
-LOAD, FIRST_STEP, STEADY_STEP, SAVE, RESUME, SLEEP = "load", "first step", "steady step", "save", "resume", "sleep"
+LOAD, FIRST_STEP, STEADY_STEP, SAVE, RESUME = "load", "first step", "steady step", "save", "resume"
+EVALUATION, SLEEP = "evaluation", "sleep"
 TRAINING = (LOAD, FIRST_STEP, STEADY_STEP)
 """Phases that every run has."""
 
@@ -162,6 +163,7 @@ class MemoryModel:
                 {**pinned, Owner.COPIES: buffers},
             ),
             _phase(RESUME, loading, {**host, Owner.ACTIVATIONS: 0.0, Owner.COPIES: self._loaded_bytes}, locked),
+            _phase(EVALUATION, {**rest, **step.evaluation()}, {**host, Owner.COPIES: kept}, pinned),
             _phase(SLEEP, {}, _with(host, state, resident), _with(pinned, state, resident)),
         )
         return Needs(phases, slots.count, slots.stage_at)

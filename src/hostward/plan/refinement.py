@@ -35,6 +35,8 @@ STEPS = ((1 / 4, 0.01), (1 / 8, 0.01), (1 / 16, 0.005), (1 / 32, 0.003))
 """Sizes of the last variations, as shares of the layers or of the state, and the share of the step's time that one must
 save to be followed.
 """
+COARSE = 3
+"""Number of these sizes that are tried from each of several starts."""
 
 
 @dataclass(frozen=True)
@@ -105,11 +107,19 @@ class Neighbourhood:
                 yield replace(choice, activations=treated)
 
     def balanced(self, choice: Choice, free_bytes: int) -> Iterator[Choice]:
-        """Return variations whose layers keep as much more on the device as is free, or less where it is negative."""
+        """Return variations whose layers have as much more on the device as is free, or less where it is negative."""
         position = next(iter(self.costs.repeated), None)
         if position is None:
             return
         cost = self.costs.layers[position]
+        if cost.layer.weight_bytes:
+            number = len(choice.offloaded_weights) - math.floor(free_bytes / cost.layer.weight_bytes)
+            number = min(max(number, 0), self.most_away)
+            if number != len(choice.offloaded_weights):
+                yield self.away(choice, number)
+        state_bytes = sum(self.workload.inventory.buckets[i].state_bytes for i in self._free(choice))
+        if state_bytes:
+            yield from self._placed(choice, -free_bytes / state_bytes, 0.0)
         held = {keep: 0.0 if keep in LEAVES else cost.held_bytes(keep) for keep in self.treatments}
         for before, after in self._pairs(choice):
             more = held[after] - held[before]
@@ -157,9 +167,14 @@ class Neighbourhood:
         return replace(choice, activations=tuple(keeps)) if chosen and self._allowed(keeps) else None
 
     def _allowed(self, keeps: Sequence[Keep]) -> bool:
+        """Return whether training supports these treatments of the layers that are not forced."""
         free = [keep for i, keep in enumerate(keeps) if i not in self.forced.activations]
         if any(keep in ELEMENTWISE for keep in free) and any(keep in (*RECOMPUTED, Keep.OFFLOAD) for keep in free):
             return False
+        for first in (LEAVES, ELEMENTWISE):  # these are counted from the first layer on
+            count = sum(keep in first for keep in free)
+            if not all(keep in first for keep in free[:count]):
+                return False
         leave = sum(keep in LEAVES for keep in keeps)
         return leave <= max(0, len(keeps) - LAST_STAY) or not any(keep in LEAVES for keep in free)
 
@@ -234,10 +249,14 @@ class PatternSearch(Generic[J]):
         over = self.excess_bytes(judged)
         return over, (judged.order if not over else (0.0, 0, 0))
 
-    def follow(self, start: J) -> J:
-        """Return the best choice that small variations lead to from `start`."""
+    def follow(self, starts: Sequence[J]) -> J:
+        """Return the best choice that small variations lead to, in large steps from each start."""
+        found = [self._followed(start, STEPS[:COARSE]) for start in starts]
+        return self._followed(min(found, key=self.rank), STEPS[COARSE:])
+
+    def _followed(self, start: J, steps: Sequence[tuple[float, float]]) -> J:
         best, excess = start, self.excess_bytes(start)
-        for step, gain in STEPS:
+        for step, gain in steps:
             while (better := self._better(best, excess, step, gain)) is not None:
                 best, excess = better, self.excess_bytes(better)
         return best
@@ -277,20 +296,22 @@ class PatternSearch(Generic[J]):
 
         # Streaming nothing is apart: it takes no staging buffers. Of the other shares, from the largest: more staging
         # buffers may let a smaller one take more memory. The time has one minimum among them.
-        found = [at(1.0, 0.0), at(1.0, share)]
+        found = [at(1.0, 0.0), at(1.0, 1.0), at(1.0, share)]
         for part in range(SHARES - 1, 0, -1):
             before = found[-1]
             found.append(at(1.0, share * part / SHARES))
             if not self.excess_bytes(before) and self.rank(found[-1]) > self.rank(before):
                 break
         best = min(found, key=self.rank)
-        if not self.excess_bytes(best):
-            streamed, low, high = around.shares(best.choice)[1], 0.0, 1.0
+        shares = {0.0, share} if self.excess_bytes(best) else {around.shares(best.choice)[1]}
+        for streamed in sorted(shares):
+            low, high = 0.0, 1.0
             for _ in range(HALVINGS):
                 fraction = (low + high) / 2
                 found.append(at(fraction, streamed))
-                low, high = (fraction, high) if self.excess_bytes(found[-1]) else (low, fraction)
-            best = min(found, key=self.rank)
+                # Less state on the device where that is full; else as little as fits on the host, or is needed there.
+                low, high = (fraction, high) if self.free_bytes(found[-1]) < 0 else (low, fraction)
+        best = min(found, key=self.rank)
         for balanced in around.balanced(best.choice, self.free_bytes(best)):
             found += self.judge(balanced)
         return found
@@ -315,8 +336,9 @@ class PatternSearch(Generic[J]):
             found, known = better(choice)
             if found is not None:
                 return found
-            for judged in known:
-                for balanced in around.balanced(judged.choice, self.free_bytes(judged)):
+            if known:
+                nearest = min(known, key=self.rank)
+                for balanced in around.balanced(nearest.choice, self.free_bytes(nearest)):
                     found, _ = better(balanced)
                     if found is not None:
                         return found

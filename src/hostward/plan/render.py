@@ -10,10 +10,10 @@ from pathlib import Path
 from hostward.core.placement import Placement
 from hostward.core.units import GIB
 from hostward.errors import ConfigError, HostwardError, needed_for
-from hostward.plan.budgets import Units, by_owner, by_phase, columns, units_of
+from hostward.plan.budgets import Units, by_owner, by_phase, columns, missing, nearest, needed, units_of
 from hostward.plan.decisions import Choice, FrontierPoint, Keep
 from hostward.plan.memory_model import TRAINING
-from hostward.plan.result import Answer, offloads, verdict
+from hostward.plan.result import Answer, more_gpus_in_vain, offloads, verdict
 from hostward.plan.search import Candidate
 from hostward.plan.workload import Workload
 
@@ -35,7 +35,8 @@ def render(found: Answer) -> str:
     workload = question.workload
     blocks = [_title(found), verdict(found)]
     if found.chosen is None:
-        blocks.append("\n".join(["What would make it fit, any one of:", *(f"  {change}" for change in found.changes)]))
+        cures = ["What would make it fit, any one of:", *(f"  {change}" for change in found.changes)]
+        blocks.append("\n".join([*cures, *filter(None, [more_gpus_in_vain(found)])]))
         blocks.append("The nearest choice:")
     units = units_of(shown.needs, shown.prediction.step_s)
     table = by_phase(shown.needs, question.budgets, units, question.gpus)
@@ -263,6 +264,38 @@ def compared(answers: Sequence[Answer], undivided: Mapping[int, HostwardError] |
     title = f"{recipe} on {gpu} (hardware {hardware.name}); NVLink between GPUs is assumed"
     refused = [f"{gpus} GPUs: {error.what}; {error.fix}" for gpus, error in (undivided or {}).items()]
     return "\n".join([title, "", *_named(rows, names), *refused]) + "\n"
+
+
+def beside(found: Answer, others: Sequence[tuple[str, Answer]]) -> str:
+    """Render what other flags give beside the answer, one line each.
+
+    Args:
+        others: the flags as they were given, and their answers.
+    """
+    units = units_of(found.shown.needs, found.shown.prediction.step_s)
+    several = any(each.question.gpus > 1 for _, each in [("", found), *others])
+    host = f"host {units.memory}{', node' if several else ''}"
+    rows = [["", f"step {units.time}", "time per token", f"device {units.memory}", host]]
+    names = ["fits"]
+    per_token_s = _per_token_s(found)
+    for text, each in [("this plan", found), *others]:
+        question, shown = each.question, each.shown
+        most = needed(shown.needs, question.budgets.phases)
+        more = "" if each is found else f"{_per_token_s(each) / per_token_s - 1:+.1%}"
+        sizes = units.size(most["device"]), units.size(most["host"] * question.gpus)
+        rows.append([text, units.seconds(shown.prediction.step_s), more, *sizes])
+        if each.chosen is None:
+            names.append(f"no; {missing(shown.needs, question.budgets, units)}")
+        else:
+            limit = nearest(shown.needs, question.budgets)
+            names.append(f"yes; nearest to its limit: {limit}" if limit else "yes; there are no limits")
+    title = "what other flags would change, each with the best plan that they leave:"
+    return "\n".join([title, *_named(rows, names)]) + "\n"
+
+
+def _per_token_s(found: Answer) -> float:
+    """Return the seconds per token of all GPUs."""
+    return found.shown.prediction.step_s / (found.question.workload.step_tokens * found.question.gpus)
 
 
 # The frontier as a picture: predicted step time over device memory. Needs matplotlib.

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from hostward.core.placement import Placement
 from hostward.core.units import GIB, MIB, gib, size
 from hostward.plan.budgets import Budgets, Required, needed
 from hostward.plan.cost_model import Speeds, speeds_of
-from hostward.plan.decisions import LEAVES, Choice
+from hostward.plan.decisions import LEAVES, Choice, Keep
 from hostward.plan.hardware_profile import Hardware
+from hostward.plan.memory_model import Needs
+from hostward.plan.rank_partition import required_of, sharded
 from hostward.plan.search import Candidate, Frontier
-from hostward.plan.solver import Forced
+from hostward.plan.solver import LAST_STAY, Forced
 from hostward.plan.step_time import explain
 from hostward.plan.workload import Workload
 
@@ -29,6 +32,8 @@ HOST_RESERVE_SHARE = 0.1
 """Share left for the system and the process itself."""
 RESHARDED = "ddp.data_parallel_sharding_strategy=optim_grads_params"
 _WORTH_IT = 0.005
+_MOST_DOUBLINGS = 6
+"""Of the number of GPUs, when it is told how many it takes."""
 _FEWEST_TOKENS = 256
 """Shorter sequences are not proposed."""
 
@@ -42,6 +47,8 @@ class Question:
     gpus: int
     budgets: Budgets
     forced: Forced
+    whole: Workload | None = None
+    """The workload of one GPU that has all parameters, for saying how many GPUs it takes; None: it is not said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +151,7 @@ def _changes(question: Question, frontier: Frontier, required: Required) -> list
     """List changes that would each make the run fit.
 
     They are the smallest raise of one budget, the planner's own choice instead of forced ones, layers that do not stay
-    gathered, and the largest microbatch that fits; if no microbatch fits, the longest sequences.
+    gathered, more GPUs, and the largest microbatch that fits; if no microbatch fits, the longest sequences.
     """
     found, over = [], question.budgets.over(frontier.nearest(question.budgets).needs)
     for name, option in (("device", "--device-memory"), ("host", "--host-memory"), ("pinned", "--pinned-memory")):
@@ -166,6 +173,7 @@ def _changes(question: Question, frontier: Frontier, required: Required) -> list
         again = Frontier(tried, frontier.costs.speeds, required, question.forced)
         if again.fits(question.budgets):
             found.append(f"layers that are unsharded only while they run: {RESHARDED}, or with --config --reshard")
+    found += _more_gpus(question, frontier.costs.speeds)
     sequences = question.workload.microbatch_sequences
     in_step = sequences * question.workload.microbatches
     while sequences > 1:
@@ -182,6 +190,68 @@ def _changes(question: Question, frontier: Frontier, required: Required) -> list
         short = " and ".join(f"{gib(size)} GiB more of {name} memory" for name, size in over.items())
         found.append(short)
     return found
+
+
+def _more_gpus(question: Question, speeds: Speeds) -> list[str]:
+    """Propose the smallest number of GPUs among which it fits, in doublings: machines of this kind, as full as this.
+
+    Each GPU has as many microbatches as now, and the limits that it has now.
+    """
+    asked, whole, forced = question.workload, question.whole, question.forced
+    if whole is None or forced.placements:  # of buckets that other numbers of GPUs do not have
+        return []
+    budgets = question.budgets
+    if question.gpus == 1 and budgets.device_bytes == default_budgets(question.hardware, 1).device_bytes:
+        budgets = replace(budgets, device_bytes=default_budgets(question.hardware, 2).device_bytes)
+
+    def fits(ranks: int, *, resharded: bool) -> bool:
+        several = replace(whole, microbatches=asked.microbatches * ranks)
+        tried = sharded(several, ranks, reduced_in_fp32=asked.reduced_in_fp32, resharded=resharded)
+        required = required_of(tried)
+        return _may_fit(tried, budgets, required) and Frontier(tried, speeds, required, forced).fits_at_last(budgets)
+
+    # More ranks than a tensor has rows take more memory again, so the numbers are tried one after the other.
+    for doublings in range(1, _MOST_DOUBLINGS + 1):
+        for resharded in sorted({asked.resharded, True}):
+            if fits(question.gpus << doublings, resharded=resharded):
+                also = f", with {RESHARDED}, or --config --reshard" if resharded and not asked.resharded else ""
+                return [f"{question.gpus << doublings} GPUs, of {1 << doublings} machines like this one{also}"]
+    return []
+
+
+def more_gpus_in_vain(found: Answer) -> str:
+    """Say what more GPUs do not make smaller, in a sentence; "" where they would help, or it fits."""
+    question, whole = found.question, found.question.whole
+    if found.chosen is not None or whole is None or any(" GPUs, of " in change for change in found.changes):
+        return ""
+    ranks = question.gpus << 2
+    tried = sharded(replace(whole, microbatches=ranks), ranks, resharded=True)
+    needs = _least_device(tried, required_of(tried))
+    if "device" not in question.budgets.over(needs):
+        return ""
+    fullest = max(needs.phases, key=lambda phase: phase.device_bytes).device
+    name, most = max(fullest.items(), key=lambda pair: pair[1])
+    return f"More such GPUs do not: of {ranks}, each needs {size(needs.device_peak_bytes)}, {size(most)} of it {name}."
+
+
+def _may_fit(workload: Workload, budgets: Budgets, required: Required) -> bool:
+    """Return False where not even offloading all of the state, with and without the weights, leaves enough memory."""
+    held = workload.weight_bytes + workload.inventory.state_bytes
+    limits = budgets.limits
+    if "device" in limits and "host" in limits and held > limits["device"] + limits["host"]:
+        return False
+    return "device" not in budgets.over(_least_device(workload, required))
+
+
+def _least_device(workload: Workload, required: Required) -> Needs:
+    """Return the needs with all state offloaded, layers recomputed, and weights offloaded or not: the smaller peak."""
+    layers = workload.repeated
+    last = min(LAST_STAY, len(layers))
+    keeps = (*[Keep.RECOMPUTE_OFFLOAD] * (len(layers) - last), *[Keep.RECOMPUTE] * last)
+    host = (Placement.HOST,) * len(workload.inventory.buckets)
+    away = frozenset(layer.name for layer in layers[:-1])
+    least = (required(workload, Choice(host, keeps, weights, True)) for weights in (frozenset[str](), away))
+    return min(least, key=lambda needs: needs.device_peak_bytes)
 
 
 def _shorter(question: Question, speeds: Speeds, required: Required) -> list[str]:

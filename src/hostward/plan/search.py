@@ -17,7 +17,7 @@ from itertools import groupby
 from hostward.core.placement import Placement, place_fraction, summed_on_host
 from hostward.plan.budgets import Budgets, Required
 from hostward.plan.cost_model import SUM_BYTES, Costs, Speeds, balanced_share
-from hostward.plan.decisions import LEAVES, Choice, Keep
+from hostward.plan.decisions import ELEMENTWISE, LEAVES, Choice, Keep
 from hostward.plan.memory_model import LOAD, MemoryModel, Needs
 from hostward.plan.refinement import Neighbourhood, PatternSearch
 from hostward.plan.solver import LAST_STAY, Forced, Limits, LinearProgram
@@ -41,6 +41,8 @@ _BOTH_AT = 2
 """Both are tried at every second fraction, and at the least ones: each candidate costs a plan some milliseconds."""
 _ALIKE = 0.005
 """Share of the step's time by which a plan with fewer offloaded layers of weights may be slower."""
+_WORTH_FOLLOWING = 0.1
+"""Share of the step's time by which choices of several kinds may differ where the planner searches around each."""
 _NEARLY = 0.1
 """Share of a budget by which the nearest candidate may exceed it where the planner still searches around it."""
 _EVEN = (Keep.KEEP, Keep.ELEMENTWISE, Keep.RECOMPUTE)
@@ -149,6 +151,10 @@ class Frontier:
             self.widen()
         return self.best(budgets) is not None
 
+    def fits_at_last(self, budgets: Budgets) -> bool:
+        """Return whether `best_at_last` finds a choice; it is asked only where the frontier nearly fits."""
+        return self.fits(budgets) or (self._nearly_fits(budgets) and self.refined(budgets) is not None)
+
     def best_at_last(self, budgets: Budgets) -> Candidate | None:
         """Return the fastest choice that is found within the budgets; None where none fits.
 
@@ -185,8 +191,15 @@ class Frontier:
         start = min(self._seen.values(), key=search.rank)
         if not excess(start) and start.prediction.step_s <= self.base.prediction.step_s:
             return self.best(budgets)  # nothing is predicted to be faster
-        found = [start, *search.spread(start.choice, balanced_share(self.costs.speeds, self.workload))]
-        search.follow(min(found, key=search.rank))
+        spread = search.spread(start.choice, balanced_share(self.costs.speeds, self.workload))
+        # No variation leads from few layers with offloaded weights to many, or between two kinds of recomputation.
+        starts: dict[tuple[bool, bool], Candidate] = {}
+        for found in sorted([start, *spread], key=search.rank):
+            apart = bool(found.choice.offloaded_weights), any(k in ELEMENTWISE for k in found.choice.activations)
+            starts.setdefault(apart, found)
+        best, *others = starts.values()
+        limit_s = best.prediction.step_s * (1 + _WORTH_FOLLOWING)
+        search.follow([best, *(c for c in others[:1] if not excess(c) and c.prediction.step_s < limit_s)])
         return self.best(budgets)
 
     def _judged(self, choice: Choice) -> Sequence[Candidate]:

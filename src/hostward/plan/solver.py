@@ -346,10 +346,11 @@ class LinearProgram:
             until = rounded_up([values[options[k]] for k in order])
             for at, position in enumerate(members):
                 keeps[position] = next((k for k, end in zip(order, until, strict=True) if at < end), order[-1])
-        # Each kind of layers was rounded by itself.
-        leave = [i for i, keep in enumerate(keeps) if keep in LEAVES and i not in self.forced.activations]
-        for i in leave[self.most_leave :]:
-            keeps[i] = STAYING[keeps[i]]
+        # Each kind of layers was rounded by itself, and training counts those that are offloaded from the first one.
+        free = [i for i in range(len(keeps)) if i not in self.forced.activations]
+        ordered = sorted((keeps[i] for i in free), key=lambda keep: (keep not in LEAVES, keep not in ELEMENTWISE))
+        for at, (i, keep) in enumerate(zip(free, ordered, strict=True)):
+            keeps[i] = keep if at < self.most_leave else STAYING.get(keep, keep)
         return Choice(tuple(placements), tuple(keeps), self.weights)
 
 

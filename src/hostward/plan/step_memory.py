@@ -113,7 +113,7 @@ class StepModel:
             keeps[i] = keep
         ways = [Way.KEEP if keep is None else _WAYS[keep] for keep in keeps]
         self._curves = [_curve_of(layer, way, facts.curves) for layer, way in zip(layers, ways, strict=True)]
-        self._fullest_at = facts.fullest_at
+        self._fullest_at, self._facts_curves = facts.fullest_at, facts.curves
         kept = [self._at((curve.kept,))[0][1] for curve in self._curves]
         self._recomputed = [keep is Keep.RECOMPUTE_OFFLOAD for keep in keeps]
         self._away = [keep in LEAVES for keep in keeps]
@@ -167,6 +167,18 @@ class StepModel:
         """Return the bytes of weights between steps, when the first offloaded layers are already being prefetched."""
         first = [self._weights[i] for i in self._numbers[: self._ahead] if self._offloaded[i]]
         return round(self._always + sum(first))
+
+    def evaluation(self) -> dict[Owner, float]:
+        """Return the largest device bytes of a microbatch's forward without backward, once the step is done."""
+        peak: dict[Owner, float] = {}
+        for i, layer in enumerate(self._workload.layers):
+            # Within a checkpointed layer nothing is saved, as without gradients.
+            curve = _curve_of(layer, Way.RECOMPUTE, self._facts_curves) if layer.repeated else self._curves[i]
+            own = max((nbytes for _, nbytes in self._at(curve.forward)), default=0.0)
+            owner = Owner.LOSS if self._behind(i) else Owner.ACTIVATIONS
+            held = {Owner.WEIGHTS: self._weights_at(i, 1), Owner.GATHERED: self._gathered(i), owner: own}
+            peak = max(peak, held, key=lambda found: sum(found.values()))
+        return peak
 
     # ---------------------------------------------------------------- along the step
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hostward.core.units import size, unit_of
+from hostward.core.units import MIB, size, unit_of
 from hostward.plan.decisions import FrontierPoint, faster
 from hostward.plan.result import device_budget
 from hostward.report.formatting import (
@@ -229,6 +229,22 @@ def beaten_by(report: RunReport) -> Iterator[str]:
         best = faster(report.frontier, device_budget(gpu_bytes, gpus), own.step_s)
         if best is not None and best != better:
             yield f"With the rest of the GPU's {size(gpu_bytes)} as well, {gain(best)}."
+    if better is not None:
+        yield _change(report, own.device_peak_bytes)
+
+
+_OF_OFFLOADING = ("offload", "recompute", "optimizer.gradients")
+"""Parts of names of options that say what a plan decides instead."""
+
+
+def _change(report: RunReport, device_bytes: int) -> str:
+    """Say which options to leave out, and how to train by a plan within the same device memory."""
+    left = [f"{name}={value}" for name, value in report.options.items() if any(o in name for o in _OF_OFFLOADING)]
+    gpus = 1 if report.ranks is None else len(report.ranks.ranks)
+    within = f" --gpus {gpus}" if gpus > 1 else ""
+    within += f" --device-memory {-(-device_bytes // MIB)}MiB --json plan.json"
+    without = f" Leave out {', '.join(left)}." if left else ""
+    return f"To train by such a plan: hostward plan with the run's options and{within}, then --plan plan.json.{without}"
 
 
 def own_point(report: RunReport) -> FrontierPoint | None:
