@@ -212,10 +212,10 @@ def test_no_predicted_step_is_shorter_than_what_was_known_before(
     model: str, machine: str, gpus: int, host_gib: int
 ) -> None:
     candidates = answered(model, machine, gpus, host_gib).frontier.candidates[::5]
-    found = [(least_s(c.costs, c.choice), predict_of(c.costs, c.choice, c.needs).step_s) for c in candidates]
+    found = [(least_s(c.costs, c.choice, c.needs), predict_of(c.costs, c.choice, c.needs).step_s) for c in candidates]
     assert all(least <= step_s for least, step_s in found)
     # How near it comes depends on which candidates are taken; without a bound none would.
-    assert sum(least > 0.85 * step_s for least, step_s in found) >= 2
+    assert sum(least > 0.7 * step_s for least, step_s in found) >= len(found) // 2
 
 
 @given(budgets, st.booleans())
@@ -456,7 +456,7 @@ def test_weights_that_stay_whole_are_fetched_once_a_step() -> None:
         step.forward(first=True)
         step.backward(last=False)
         step.forward(first=False)
-        fetched[workload.resharded] = sum(work.name == "fetch" for work in step.program.works)
+        fetched[workload.resharded] = step.program.names.count("fetch")
     assert fetched == {False: len(names), True: 4 * len(names)}
 
 

@@ -9,7 +9,7 @@ larger budget never gives a slower plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import groupby
@@ -19,7 +19,7 @@ from hostward.plan.budgets import Budgets, Required
 from hostward.plan.cost_model import SUM_BYTES, Costs, Speeds, balanced_share
 from hostward.plan.decisions import LEAVES, Choice, Keep
 from hostward.plan.memory_model import LOAD, MemoryModel, Needs
-from hostward.plan.refinement import Neighbourhood, PatternSearch
+from hostward.plan.refinement import Neighbourhood, PatternSearch, fastest
 from hostward.plan.solver import LAST_STAY, Forced, Limits, LinearProgram
 from hostward.plan.step_time import Prediction, least_s, predict_of
 from hostward.plan.workload import Workload
@@ -82,22 +82,12 @@ class Candidate:
     @cached_property
     def least_s(self) -> float:
         """Return a lower bound on the predicted step time, which needs no simulation."""
-        return max(least_s(self.costs, self.choice), self.plain.prediction.step_s if self.plain else 0.0)
+        return max(least_s(self.costs, self.choice, self.needs), self.plain.prediction.step_s if self.plain else 0.0)
 
     @property
     def order(self) -> tuple[float, int, int]:
         """Return a sort key: faster first, then less host memory, then less device memory."""
         return self.prediction.step_s, self.needs.host_bytes, self.needs.device_peak_bytes
-
-
-def fastest(candidates: Iterable[Candidate]) -> Candidate | None:
-    """Return the first candidate by `order`; None if there are none."""
-    best: Candidate | None = None
-    for candidate in sorted(candidates, key=lambda c: c.least_s):
-        if best is not None and candidate.least_s > best.prediction.step_s:
-            break
-        best = candidate if best is None else min(best, candidate, key=lambda c: c.order)
-    return best
 
 
 class Frontier:
@@ -181,12 +171,12 @@ class Frontier:
             peak = candidate.needs.device_peak_bytes
             return budgets.limits.get("device", peak) - peak
 
-        search = PatternSearch(around, self._judged, excess, free, partial(least_s, self.costs))
-        start = min(self._seen.values(), key=search.rank)
+        search = PatternSearch(around, self._judged, excess, free)
+        start = search.best(self._seen.values())
         if not excess(start) and start.prediction.step_s <= self.base.prediction.step_s:
             return self.best(budgets)  # nothing is predicted to be faster
-        found = [start, *search.spread(start.choice, balanced_share(self.costs.speeds, self.workload))]
-        search.follow(min(found, key=search.rank))
+        spread = search.spread(start.choice, balanced_share(self.costs.speeds, self.workload))
+        search.follow(search.best([start, spread]))
         return self.best(budgets)
 
     def _judged(self, choice: Choice) -> Sequence[Candidate]:
