@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from hostward.plan.lane_simulator import UNSHARED, Program, Queue, Slowdown, run
+from hostward.plan.lane_simulator import NOTHING, UNSHARED, Program, Queue, Slowdown, run
 
 HALVED: Slowdown = tuple(
     (1.0, *((0.5, 0.5) if bits & 3 == 3 else (1.0, 1.0)), 1.0 - 0.25 * bool(bits & 3)) for bits in range(8)
@@ -21,7 +21,7 @@ def test_a_lane_works_in_order_and_waits() -> None:
     first = program.add("a", Queue.COMPUTE, 2.0)
     copied = program.add("b", Queue.D2H, 3.0, [first])
     program.add("c", Queue.COMPUTE, 1.0)
-    program.add("d", Queue.COMPUTE, 1.0, [copied, None])
+    program.add("d", Queue.COMPUTE, 1.0, [copied, NOTHING])
     timeline = run(program)
     assert timeline.starts_s == (0.0, 2.0, 2.0, 5.0)
     assert timeline.ends_s == (2.0, 5.0, 3.0, 6.0)
@@ -65,14 +65,13 @@ def test_no_lane_is_faster_than_its_work_and_nothing_starts_before_what_it_waits
 ) -> None:
     program = build(rows)
     timeline = run(program, HALVED)
-    for i, work in enumerate(program.works):
-        assert timeline.ends_s[i] - timeline.starts_s[i] >= work.seconds - 1e-9
-        assert all(timeline.ends_s[w] <= timeline.starts_s[i] for w in work.waits)
-    for queue in Queue:
-        numbers = [i for i, work in enumerate(program.works) if work.queue is queue]
+    for i, (seconds, waits) in enumerate(zip(program.seconds, program.waits, strict=True)):
+        assert timeline.ends_s[i] - timeline.starts_s[i] >= seconds - 1e-9
+        assert all(timeline.ends_s[w] <= timeline.starts_s[i] for w in waits)
+    for numbers in program.lanes:
         ends = [timeline.ends_s[i] for i in numbers]
         assert all(end <= timeline.starts_s[after] + 1e-9 for end, after in zip(ends[:-1], numbers[1:], strict=True))
-        assert max(ends, default=0.0) <= sum(w.seconds for w in program.works) * 4 + 1e-6
+        assert max(ends, default=0.0) <= sum(program.seconds) * 4 + 1e-6
 
 
 @given(programs)

@@ -35,7 +35,7 @@ from hostward.plan.render import render
 from hostward.plan.result import Question, answer, default_budgets, verdict
 from hostward.plan.search import Candidate, Frontier
 from hostward.plan.solver import LAST_STAY, Forced, rounded_up
-from hostward.plan.step_memory import StepModel
+from hostward.plan.step_memory import Passes, StepModel
 from hostward.plan.step_time import StepTimeline, least_s, predict, predict_of
 from hostward.schedule.ops import operands
 from hostward.schedule.optimizer import StepShape, lower_step
@@ -212,10 +212,10 @@ def test_no_predicted_step_is_shorter_than_what_was_known_before(
     model: str, machine: str, gpus: int, host_gib: int
 ) -> None:
     candidates = answered(model, machine, gpus, host_gib).frontier.candidates[::5]
-    found = [(least_s(c.costs, c.choice), predict_of(c.costs, c.choice, c.needs).step_s) for c in candidates]
+    found = [(least_s(c.costs, c.choice, c.needs), predict_of(c.costs, c.choice, c.needs).step_s) for c in candidates]
     assert all(least <= step_s for least, step_s in found)
     # How near it comes depends on which candidates are taken; without a bound none would.
-    assert sum(least > 0.85 * step_s for least, step_s in found) >= 2
+    assert sum(least > 0.7 * step_s for least, step_s in found) >= len(found) // 2
 
 
 @given(budgets, st.booleans())
@@ -454,11 +454,12 @@ def test_an_embedding_that_is_the_output_layer_is_whole_all_the_time() -> None:
     tied = replace(part, layers=(*part.layers[:-1], replace(part.layers[-1], trained_weight_bytes=0)))
     choice = Choice((Placement.HOST,) * len(part.inventory.buckets), (Keep.RECOMPUTE,) * len(part.repeated))
     apart, together = (
-        StepModel(facts := Facts(of), choice, Gradients(facts, choice)).timeline.samples for of in (part, tied)
+        StepModel(facts := Facts(of), Passes(facts), choice, Gradients(facts, choice)).timeline.gathered[:-1]
+        for of in (part, tied)
     )
     embedding_bytes = 8 * part.layers[0].weight_bytes
-    assert min(sample.gathered for sample in together[:-1]) >= embedding_bytes
-    assert min(sample.gathered for sample in apart[:-1]) < embedding_bytes
+    assert together.min() >= embedding_bytes
+    assert apart.min() < embedding_bytes
 
 
 def test_half_of_a_tied_gradient_is_counted_once() -> None:
@@ -466,10 +467,10 @@ def test_half_of_a_tied_gradient_is_counted_once() -> None:
     part = sharded(replace(llama_1b(batch=1), microbatches=2), 2, resharded=True)
     tied = replace(part, layers=(*part.layers[:-1], replace(part.layers[-1], trained_weight_bytes=0)))
     choice = Choice((Placement.HOST,) * len(part.inventory.buckets), (Keep.RECOMPUTE,) * len(part.repeated))
-    model = StepModel(facts := Facts(tied), choice, Gradients(facts, choice))
+    model = StepModel(facts := Facts(tied), Passes(facts), choice, Gradients(facts, choice))
     layer_bytes = 2 * part.repeated[0].weight_bytes
     for i in range(2, len(part.layers) - 2):
-        assert model._gathered_behind(i) == 2 * part.layers[0].weight_bytes + 4 * layer_bytes
+        assert model._gathered_behind[i] == 2 * part.layers[0].weight_bytes + 4 * layer_bytes
 
 
 def test_weights_that_stay_whole_are_fetched_once_a_step() -> None:
@@ -485,7 +486,7 @@ def test_weights_that_stay_whole_are_fetched_once_a_step() -> None:
         step.forward(first=True)
         step.backward(last=False)
         step.forward(first=False)
-        fetched[workload.resharded] = sum(work.name == "fetch" for work in step.program.works)
+        fetched[workload.resharded] = step.program.names.count("fetch")
     assert fetched == {False: len(names), True: 4 * len(names)}
 
 

@@ -129,6 +129,14 @@ class Bucket:
         return sum(r.numel for r in self.ranges)
 
     @cached_property
+    def parts(self) -> dict[str, int]:
+        """Return the bucket's elements of each parameter, by name."""
+        found: dict[str, int] = {}
+        for r in self.ranges:
+            found[r.name] = found.get(r.name, 0) + r.numel
+        return found
+
+    @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Return the first element of each range within the bucket's slabs; the last entry is the padded length."""
         offsets = [0]

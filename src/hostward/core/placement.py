@@ -219,11 +219,10 @@ def summed_on_host(buckets: Sequence[Bucket], placements: Sequence[Placement]) -
     A gradient is accumulated in one place, so a bucket is left out if it shares a parameter with a bucket elsewhere, or
     with a bucket that does.
     """
-    names = [{r.name for r in bucket.ranges} for bucket in buckets]
     found = {b for b, placement in enumerate(placements) if placement is Placement.HOST}
     while True:
-        elsewhere = {name for b, held in enumerate(names) if b not in found for name in held}
-        kept = {b for b in found if not names[b] & elsewhere}
+        elsewhere = {name for b, bucket in enumerate(buckets) if b not in found for name in bucket.parts}
+        kept = {b for b in found if elsewhere.isdisjoint(buckets[b].parts)}
         if kept == found:
             return frozenset(found)
         found = kept

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -10,10 +10,11 @@ from hostward.core.host_limits import Rates
 from hostward.core.inventory import Bucket, MasterKind, state_bytes_per_element
 from hostward.core.placement import Placement, host_step_bytes, streamed_share
 from hostward.errors import ConfigError
-from hostward.plan.decisions import ELEMENTWISE, RECOMPUTED, Choice, Keep
+from hostward.plan.decisions import ELEMENTWISE, LEAVES, RECOMPUTED, Choice, Keep
 from hostward.plan.hardware_profile import Hardware, profile_of
 from hostward.plan.lane_simulator import Queue, Slowdown
 from hostward.plan.workload import Layer, PerToken, Workload
+from hostward.schedule.optimizer import LANDING_BUFFERS
 
 # Measured on forward and backward of decoder models in benchmarks/results (1.7 B at 8 K and 32 K tokens, 8 B at 16 K):
 # shares of one large matrix product's rate and of the device memory's peak bandwidth.
@@ -207,6 +208,14 @@ def _slowdown(h2d: float, d2h: float, duplex: float, busy_duplex: float, host: f
     return tuple(table)
 
 
+def _busy(slowdown: Slowdown) -> list[tuple[float, float, float]]:
+    """Return the speeds of D2H, H2D and HOST for each set of busy lanes, 0 where a lane is idle."""
+    found = []
+    for bits, (_, d2h, h2d, host) in enumerate(slowdown):
+        found.append((d2h * (bits & 1), h2d * (bits >> 1 & 1), host * (bits >> 2)))
+    return found
+
+
 # Costs of each layer and bucket of a workload on a machine, before anything is decided.
 
 
@@ -217,6 +226,13 @@ EXPERTS = "expert_fc1"
 """Name for the part of a layer whose matrix products are in groups, one for each expert."""
 SUM_BYTES = 4
 """Bytes per element in a gradient that waits for the step in fp32, wherever it is stored."""
+LAYERS_IN_FLIGHT = 2
+"""Layers after which the memory of gradients that are being offloaded is needed again."""
+_LANE_WEIGHTS = (
+    *((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0), (1.0, 1.0, 0.0), (0.0, 1.0, 1.0), (0.0, 1.0, 3.0)),
+    *((1.0, 0.0, 1.0), (1.0, 0.0, 3.0), (1.0, 1.0, 0.5), (1.0, 1.0, 1.0), (1.0, 1.0, 2.0), (1.0, 1.0, 4.0)),
+)
+"""Weights of work on D2H, H2D and HOST. So weighed, work is done no faster than by the best set of lanes."""
 LARGEST_UNIT = 160
 """Neighbouring buckets are timed as one where they are less than one part in so many of the model."""
 
@@ -240,6 +256,8 @@ class LayerCost:
     elementwise_bytes: float
     """Bytes that layer norms and activations save, part of `saved_bytes`."""
     input_bytes: float
+    fetch_s: float
+    """Seconds to copy its weights to the device, where they are offloaded."""
 
     def held_bytes(self, keep: Keep) -> float:
         """Return the bytes that the layer keeps for backward, wherever they are stored."""
@@ -268,6 +286,48 @@ class Unit:
     device_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class KeepCost:
+    """Hold the seconds of one layer's treatment in one microbatch."""
+
+    again_s: float
+    offload_s: float
+    reload_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Sum up what one step does on each lane for the state of all units, in seconds of work that runs alone."""
+
+    device_s: float
+    """Of the norm and of steps on the device."""
+    host_s: float
+    """Of CPU optimizer steps."""
+    gradients_of: Mapping[int, tuple[float, float]]
+    """Of each unit's gradient that is offloaded: the copy, and its accumulation on the host."""
+    gradients_s: float
+    """Of gradients that are offloaded in one backward."""
+    added_s: float
+    """Of their accumulation on the host."""
+    gradients_between_s: float
+    """The part of `gradients_s` that is over when compute of that backward is, and of `added_s` likewise."""
+    added_between_s: float
+    uploads_s: float
+    uploads_by_layer: Mapping[str, float]
+    reads_s: Sequence[float]
+    """Of each streamed unit."""
+    writes_s: float
+    slot_bytes: int
+    """Bytes of the largest streamed bucket, and of the largest streamed unit."""
+    largest_bytes: int
+
+    def staged(self, slots: int) -> int:
+        """Return the number of streamed units that fit in so many staging buffers."""
+        if not self.reads_s:
+            return 0
+        return max(1, min(len(self.reads_s), slots * self.slot_bytes // self.largest_bytes))
+
+
 class Costs:
     """Compute the costs of one workload on one machine; what depends on no choice is computed once."""
 
@@ -277,6 +337,14 @@ class Costs:
         self.repeated = [i for i, cost in enumerate(self.layers) if cost.layer.repeated]
         self.numels = [bucket.numel for bucket in workload.inventory.buckets]
         self._units: dict[tuple[Placement, ...], list[Unit]] = {}
+        self._moved: dict[tuple[tuple[Placement, ...], bool], Moved] = {}
+        self._kept: dict[tuple[int, Keep], KeepCost] = {}
+        self.between_s: dict[tuple[object, ...], tuple[float, Mapping[Queue, float]]] = {}
+        """Known seconds of a microbatch that is not next to a step, which `hostward.plan.step_time` predicts."""
+        self._weighed = [
+            (weights, max(sum(w * s for w, s in zip(weights, speed, strict=True)) for speed in _busy(speeds.slowdown)))
+            for weights in _LANE_WEIGHTS
+        ]
 
     def _layer(self, layer: Layer) -> LayerCost:
         workload, speeds = self.workload, self.speeds
@@ -307,6 +375,7 @@ class Costs:
             layer.saved_bytes.of(tokens, sequence),
             sum(part.bytes.of(tokens, sequence) for part in again),
             layer.input_bytes.of(tokens, sequence),
+            speeds.copy_s(layer.weight_bytes, speeds.h2d_bytes_per_s),
         )
 
     def _exchange_s(self, layer: Layer) -> tuple[float, float]:
@@ -345,6 +414,73 @@ class Costs:
         if placements not in self._units:
             self._units[placements] = [self._unit(*run) for run in _runs(self._buckets, placements, merge_below)]
         return self._units[placements]
+
+    def kept(self, i: int, keep: Keep) -> KeepCost:
+        """Return the seconds that a treatment of layer `i` takes."""
+        if (i, keep) not in self._kept:
+            cost, speeds = self.layers[i], self.speeds
+            size = cost.held_bytes(keep) if keep in LEAVES else 0.0
+            copies = (speeds.copy_s(size, rate) for rate in (speeds.d2h_bytes_per_s, speeds.h2d_bytes_per_s))
+            self._kept[i, keep] = KeepCost(cost.again_s(keep), *copies)
+        return self._kept[i, keep]
+
+    def moved(self, choice: Choice) -> Moved:
+        """Return what the step moves on each lane for the state, cached by placements."""
+        key = choice.placements, choice.gradients_on_host
+        if key not in self._moved:
+            self._moved[key] = self._move(choice)
+        return self._moved[key]
+
+    def _move(self, choice: Choice) -> Moved:
+        speeds, units = self.speeds, self.units(choice)
+        host = [u for u in units if u.placement is Placement.HOST]
+        streamed = [u for u in units if u.placement is Placement.STREAMED]
+        gradients = {
+            number: self._gradient_s(unit, summed=choice.gradients_on_host)
+            for number, unit in enumerate(units)
+            if unit.placement is Placement.HOST
+        }
+        copies = list(gradients.values())
+        # Compute waits for gradients with a delay of some layers, and their copies for landing buffers.
+        late = {cost.layer.name for cost in self.layers[:LAYERS_IN_FLIGHT]}
+        over = [copy for unit, copy in zip(host, copies, strict=True) if unit.layer not in late]
+        largest_add_s = max((added_s for _, added_s in copies), default=0.0)
+        uploads = dict.fromkeys((u.layer for u in host), 0.0)
+        for u in host:
+            uploads[u.layer] += speeds.copy_s(u.weight_bytes, speeds.h2d_bytes_per_s)
+        buckets = zip(self.workload.inventory.buckets, choice.placements, strict=True)
+        return Moved(
+            sum(u.device_s for u in units if u.placement is Placement.DEVICE)
+            + sum(u.gradient_bytes for u in units) / speeds.traffic_bytes_per_s,
+            sum(u.host_s for u in host),
+            gradients,
+            sum(copy_s for copy_s, _ in copies),
+            sum(added_s for _, added_s in copies),
+            sum(copy_s for copy_s, _ in over),
+            max(0.0, sum(added_s for _, added_s in over) - LANDING_BUFFERS * largest_add_s),
+            sum(uploads.values()),
+            uploads,
+            [speeds.copy_s(u.state_bytes, speeds.h2d_bytes_per_s) for u in streamed],
+            sum(speeds.copy_s(u.state_bytes, speeds.d2h_bytes_per_s) for u in streamed),
+            max((b.state_bytes for b, p in buckets if p is Placement.STREAMED), default=0),
+            max((u.state_bytes for u in streamed), default=0),
+        )
+
+    def _gradient_s(self, unit: Unit, *, summed: bool) -> tuple[float, float]:
+        """Return the seconds to offload a unit's gradient, and those in which the host adds it to its sum.
+
+        Args:
+            summed: whether the host accumulates gradients: they are offloaded as they are made, else as they are kept.
+        """
+        speeds = self.speeds
+        as_made = summed and not self.workload.reduced_in_fp32
+        size = unit.weight_bytes if as_made else unit.gradient_bytes
+        added_s = (size + 2 * SUM_BYTES * unit.numel) / HOST_STEP_BYTES / speeds.host_parameters_per_s
+        return speeds.copy_s(size, speeds.d2h_bytes_per_s), added_s if summed else 0.0
+
+    def lanes_s(self, d2h_s: float, h2d_s: float, host_s: float) -> float:
+        """Return a lower bound on the seconds in which three lanes that share bandwidth do this work."""
+        return max((d * d2h_s + h * h2d_s + c * host_s) / most for (d, h, c), most in self._weighed)
 
     def _unit(self, layer: str, placement: Placement, run: Sequence[_BucketBytes]) -> Unit:
         numel = sum(b.numel for b in run)

@@ -2,57 +2,95 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
-from hostward.core.inventory import Bucket, Dtype, state_bytes_per_element
+import numpy as np
+import numpy.typing as npt
+
+from hostward.core.inventory import state_bytes_per_element
 from hostward.core.placement import Placement, summed_on_host
 from hostward.plan.decisions import Choice
-from hostward.plan.workload import Curve, Layer, Way, Workload
+from hostward.plan.workload import Workload
 from hostward.schedule.optimizer import GRADIENTS_IN_FLIGHT, grads_to_copy_out
 
-
-@dataclass(frozen=True, slots=True)
-class Made:
-    """Hold the state after a gradient was made: bytes of all gradients on the device, and buckets that are ready."""
-
-    held_bytes: int
-    completed: Sequence[int] = ()
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+CODES = {placement: code for code, placement in enumerate(Placement)}
 
 
 class Facts:
-    """Map buckets to parameters and back: everything that does not depend on the choice."""
+    """Map buckets to parameters and back: everything that does not depend on the choice, as arrays.
+
+    Buckets, parameters and layers are numbered as in the workload. A *part* is what one bucket has of one parameter.
+    """
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
-        self.parameters = {p.name: p for p in workload.inventory.parameters}
-        buckets = workload.inventory.buckets
-        self.names_of = [tuple(dict.fromkeys(r.name for r in bucket.ranges)) for bucket in buckets]
-        found: dict[str, list[int]] = {name: [] for name in self.parameters}
-        for b, names in enumerate(self.names_of):
-            for name in names:
-                found.setdefault(name, []).append(b)
-        self.buckets_of = {name: tuple(held) for name, held in found.items()}
-        self.reduced_together = {
-            layer.name: frozenset(b for name in layer.gradients for b in self.buckets_of.get(name, ()))
-            for layer in (workload.layers if workload.ranks > 1 else ())
-        }
+        parameters, buckets = workload.inventory.parameters, workload.inventory.buckets
+        numbers = {p.name: n for n, p in enumerate(parameters)}
+        parts = [(b, numbers[name], numel) for b, bucket in enumerate(buckets) for name, numel in bucket.parts.items()]
+        self.part_bucket, self.part_parameter, self.part_numel = np.array(parts, np.int64).reshape(-1, 3).T
+        self.parameter_numel = np.array([p.numel for p in parameters], np.int64)
+        self.parameter_itemsize = np.array([p.dtype.itemsize_bytes for p in parameters], np.int64)
+        self.layer_of_bucket = self._layers_of_buckets()
+        buckets_of: dict[str, list[int]] = {p.name: [] for p in parameters}
+        for b, bucket in enumerate(buckets):
+            for name in bucket.parts:
+                buckets_of[name].append(b)
+        self._count_made(numbers, buckets_of)
+        shared = workload.layers if workload.ranks > 1 else ()
+        self.reduced_together = [frozenset(b for n in la.gradients for b in buckets_of.get(n, ())) for la in shared]
         """Buckets whose gradients are reduced into one memory by several ranks, by layer."""
         self.numels = [bucket.numel for bucket in buckets]
         self.padded = [bucket.offsets[-1] for bucket in buckets]
         """Bucket sizes in elements, with the padding that aligns ranges."""
-        self.state_bytes = [
-            n * state_bytes_per_element(bucket.kind) for n, bucket in zip(self.padded, buckets, strict=True)
-        ]
+        self.padded_numel = np.array(self.padded, np.int64)
+        self.bucket_itemsize = np.array([bucket.dtype.itemsize_bytes for bucket in buckets], np.int64)
+        self.state_bytes = self.padded_numel * np.array([state_bytes_per_element(b.kind) for b in buckets], np.int64)
         """Bytes of each bucket's state, with that padding."""
-        self.curves: dict[tuple[str, Way], Curve] = {}
-        """Made for layers that come without."""
-        self.fullest_at: dict[tuple[int, int], list[tuple[int, float]]] = {}
-        """The fullest moments of a curve, by its first moment's object and the number of moments: layers of a kind
-        share their curves.
-        """
+        self.step_counts_bytes = 8 * np.array([len(bucket.ranges) for bucket in buckets], np.int64)
+        """Bytes of the step counts of each bucket's ranges."""
+
+    def _layers_of_buckets(self) -> Ints:
+        """Return the layer of each bucket; one more than there are where no layer has that name."""
+        layers = self.workload.layers
+        numbers = {layer.name: i for i, layer in reversed(list(enumerate(layers)))}
+        return np.array([numbers.get(b.layer, len(layers)) for b in self.workload.inventory.buckets], np.int64)
+
+    def _count_made(self, numbers: dict[str, int], buckets_of: dict[str, list[int]]) -> None:
+        """Number the gradients in the order in which backward makes them, with the buckets that each makes ready."""
+        layers = self.workload.layers
+        made = [(i, name) for i in reversed(range(len(layers))) for name in layers[i].gradients]
+        self.made = np.array([numbers.get(name, len(numbers)) for _, name in made], np.int64)
+        """Parameter of each gradient; one more than there are for those that are not trained."""
+        self.made_in = np.array([i for i, _ in made], np.int64)
+        """Layer of each gradient."""
+        self.made_count = [len(layer.gradients) for layer in layers]
+        """Gradients by layer."""
+        self.made_before = [sum(self.made_count[i + 1 :]) for i in range(len(layers))]
+        """Gradients that exist when a layer's backward begins."""
+        missing = [len(bucket.parts) for bucket in self.workload.inventory.buckets]
+        ready = []
+        for number, (_, name) in enumerate(made):
+            for b in buckets_of.get(name, ()):
+                missing[b] -= 1
+                if not missing[b]:
+                    ready.append((b, number))
+        self.ready, self.ready_at = np.array(ready, np.int64).reshape(-1, 2).T
+        """Buckets in the order in which their gradients are complete, and the gradient that completes each."""
+
+    def among(self, chosen: frozenset[int]) -> Bools:
+        """Return for each bucket whether it is one of the chosen."""
+        found = np.zeros(len(self.numels), np.bool_)
+        found[list(chosen)] = True
+        return found
+
+    def partly(self, buckets: Bools) -> Bools:
+        """Return for each parameter whether any of these buckets has a part of it."""
+        found = np.zeros(len(self.parameter_numel), np.bool_)
+        found[self.part_parameter[buckets[self.part_bucket]]] = True
+        return found
 
 
 class Gradients:
@@ -68,130 +106,111 @@ class Gradients:
     """
 
     def __init__(self, facts: Facts, choice: Choice) -> None:
-        self._facts, self._choice = facts, choice
-        workload = facts.workload
+        self._facts, workload = facts, facts.workload
         several = workload.microbatches > 1
         self._in_fp32 = workload.gradients_in_fp32 or choice.gradients_on_host
-        self._reduced_in_fp32 = workload.reduced_in_fp32
         self.summed = (
             summed_on_host(workload.inventory.buckets, choice.placements)
             if choice.gradients_on_host
             else frozenset[int]()
         )
-        self._leaving = {
-            b
-            for b, placement in enumerate(choice.placements)
-            if placement is Placement.HOST and choice.overlapped and (not several or b in self.summed)
-        }
-        together = {} if several or not choice.overlapped else facts.reduced_together
-        self._apart = grads_to_copy_out(choice.placements, together.values())
-        self._memory_of = {name: name for name in facts.buckets_of}
-        """Memory in which a parameter's gradient is made, by parameter: its own, or its layer's if parts of it are
-        offloaded.
-        """
-        for layer in workload.layers if self._apart else ():
-            if not self._apart.isdisjoint(together[layer.name]):
-                self._memory_of |= dict.fromkeys(layer.gradients, layer.name)
+        placed = np.array([CODES[placement] for placement in choice.placements], np.int8)
+        self.is_on: dict[Placement, Bools] = {placement: placed == code for placement, code in CODES.items()}
+        """For each placement, the buckets that have it."""
+        summed = facts.among(self.summed)
+        leaves = self.is_on[Placement.HOST] if choice.overlapped else np.zeros_like(summed)
+        self._leaving = leaves & summed if several else leaves
+        together = [] if several or not choice.overlapped else facts.reduced_together
+        apart = grads_to_copy_out(choice.placements, together)
+        self._apart = facts.among(apart)
+        self._divided = [i for i, buckets in enumerate(together) if not apart.isdisjoint(buckets)] if apart else []
+        """Layers of whose gradients some stay and some are offloaded."""
         self.accumulate = several
         """True if gradients that stay are accumulated."""
-        self._stays = {name: not self._leaving.issuperset(held) for name, held in facts.buckets_of.items()}
-        self._bytes_of = {p.name: p.numel * self._itemsize(p.name, p.dtype) for p in facts.parameters.values()}
-        self._added_bytes = {
-            p.name: p.numel * (made if made == 4 else made + 4)
-            for p in (facts.parameters.values() if several else ())
-            if self._stays[p.name] and (made := self._reduced_bytes(p.dtype))
-        }
-        self.staying_bytes = sum(n for name, n in self._bytes_of.items() if self._stays[name])
+        self._stays = facts.partly(~self._leaving)
+        # Bytes per element as autograd made it, or as several ranks have reduced it.
+        self._reduced = (
+            np.full_like(facts.parameter_itemsize, 4) if workload.reduced_in_fp32 else facts.parameter_itemsize
+        )
+        itemsize = np.where(facts.partly(~summed), 4, self._reduced) if self._in_fp32 else self._reduced
+        self._bytes_of = facts.parameter_numel * itemsize
+        self._part_bytes = facts.part_numel * itemsize[facts.part_parameter]
+        self.staying_bytes = int(self._bytes_of[self._stays].sum())
         """Bytes that stay on the device until the step."""
 
-    def _itemsize(self, name: str, dtype: Dtype) -> int:
-        if not self._in_fp32 or (self.summed and self.summed.issuperset(self._facts.buckets_of[name])):
-            return self._reduced_bytes(dtype)
-        return 4
-
-    def _reduced_bytes(self, dtype: Dtype) -> int:
-        """Return the bytes per element as autograd made it, or as several ranks have reduced it."""
-        return 4 if self._reduced_in_fp32 else dtype.itemsize_bytes
-
-    def landed_itemsize_bytes(self, bucket: Bucket) -> int:
-        """Return the bytes per element of an offloaded gradient."""
-        return 4 if self._in_fp32 else bucket.dtype.itemsize_bytes
+    @property
+    def landed_itemsize(self) -> Ints:
+        """Return the bytes per element of an offloaded gradient, by bucket."""
+        itemsize = self._facts.bucket_itemsize
+        return np.full_like(itemsize, 4) if self._in_fp32 else itemsize
 
     @property
     def before_bytes(self) -> int:
         """Return the bytes on the device when backward begins."""
         return self.staying_bytes if self.accumulate else 0
 
-    def temporary_bytes(self, layer: Layer, made: int) -> int:
-        """Return the bytes of a gradient that is being accumulated: as autograd made it, and in fp32."""
-        if not self.accumulate:
-            return 0
-        return max((self._added_bytes.get(name, 0) for name in layer.gradients[:made]), default=0)
+    @cached_property
+    def temporary(self) -> Floats:
+        """Return the largest bytes of a gradient of a layer that was accumulated, as autograd made it and in fp32, by
+        the number of gradients that backward has made.
+        """
+        facts, made = self._facts, self._facts.made
+        found = np.zeros(len(made) + 1)
+        if self.accumulate:
+            added = np.where(self._reduced == 4, 4, self._reduced + 4) * facts.parameter_numel * self._stays
+            # The layers' own maximum: what later layers make counts for more than all of earlier ones.
+            apart = float(added.max(initial=0.0) + 1) * (facts.made_in.max(initial=0) - facts.made_in)
+            found[1:] = np.maximum.accumulate(np.append(added, 0)[made] + apart) - apart
+        return found
 
     @cached_property
-    def backward(self) -> Sequence[Sequence[Made]]:
-        """Compute the state after each gradient, in order, for each layer from last to first."""
-        facts, held = self._facts, self.before_bytes
-        missing = [len(names) for names in facts.names_of]
-        nbytes, users = self._memories()
-        in_flight: deque[int] = deque()
-        made = []
-        for layer in reversed(facts.workload.layers):
-            found = []
-            for name in layer.gradients:
-                buckets = facts.buckets_of.get(name, ())
-                if buckets and not (self.accumulate and self._stays[name]):
-                    held += self._bytes_of[name] + sum(
-                        self._part_bytes(b, name) for b in self._apart.intersection(buckets)
-                    )
-                completed = []
-                for b in buckets:
-                    missing[b] -= 1
-                    if not missing[b]:
-                        completed.append(b)
-                found.append(Made(held, completed))
-                for b in completed:
-                    if b in self._leaving:
-                        in_flight.append(b)
-                    if len(in_flight) > GRADIENTS_IN_FLIGHT:
-                        held -= self._released(in_flight.popleft(), nbytes, users)
-            made.append(found)
-        return made
+    def held(self) -> Floats:
+        """Return the bytes of all gradients on the device by the number of them that backward has made."""
+        facts = self._facts
+        added = np.where(self._stays, 0, self._bytes_of) if self.accumulate else self._bytes_of.copy()
+        apart = self._apart[facts.part_bucket]
+        np.add.at(added, facts.part_parameter[apart], self._part_bytes[apart])
+        change = np.zeros(len(facts.made) + 2)
+        change[0], change[1:-1] = self.before_bytes, np.append(added, 0)[facts.made]
+        freed_at, nbytes = self._memories()
+        gone = np.isfinite(freed_at)
+        np.add.at(change, freed_at[gone].astype(np.int64) + 2, -nbytes[gone])
+        return change[:-1].cumsum()
 
-    def _memories(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Return the bytes of each memory that gradients are made in, and how many buckets use it."""
-        nbytes: dict[str, int] = {}
-        for name, memory in self._memory_of.items():
-            nbytes[memory] = nbytes.get(memory, 0) + self._bytes_of.get(name, 0)
-        users = {name: len(buckets) for name, buckets in self._facts.buckets_of.items()}
-        return nbytes, users | {n: len(found - self._apart) for n, found in self._facts.reduced_together.items()}
+    def _memories(self) -> tuple[Floats, Ints]:
+        """Return the memories that gradients are made in: the gradient at which each is freed, and its bytes.
 
-    def _released(self, bucket: int, nbytes: Mapping[str, int], users: dict[str, int]) -> int:
-        freed = 0
-        for memory in {self._memory_of[name] for name in self._facts.names_of[bucket]}:
-            users[memory] -= 1
-            if not users[memory]:
-                freed += nbytes[memory]
-        return freed
+        The memory is the parameter's own, or its layer's if parts of that are offloaded.
+        """
+        facts = self._facts
+        memory = np.arange(len(facts.parameter_numel))
+        for i in self._divided:
+            own = facts.made[facts.made_in == i]
+            memory[own[own < len(memory)]] = len(memory) + i
+        count = len(memory) + len(facts.workload.layers)
+        leaving = self._leaving[facts.ready]
+        released = np.full(len(facts.numels), np.inf)
+        released[facts.ready[leaving][:-GRADIENTS_IN_FLIGHT]] = facts.ready_at[leaving][GRADIENTS_IN_FLIGHT:]
+        freed_at: Floats = np.full(count, -np.inf)
+        users = ~self._apart[facts.part_bucket]
+        np.maximum.at(freed_at, memory[facts.part_parameter[users]], released[facts.part_bucket[users]])
+        nbytes = np.zeros(count, np.int64)
+        np.add.at(nbytes, memory, self._bytes_of)
+        return freed_at, nbytes
 
-    def _part_bytes(self, bucket: int, name: str) -> int:
-        """Return the bytes of a parameter's gradient that are in a bucket."""
-        ranges = self._facts.workload.inventory.buckets[bucket].ranges
-        numel = sum(r.numel for r in ranges if r.name == name)
-        return numel * self._bytes_of[name] // self._facts.parameters[name].numel
+    def used_in_forward(self) -> Floats:
+        """Return the bytes of streamed buckets' gradients that wait for the next forward, by layer.
 
-    def used_in_forward(self) -> dict[str, int]:
-        """Return the bytes of streamed buckets' gradients that wait for the next forward, by layer."""
-        found: dict[str, int] = {}
-        seen = set[str]()
-        for b, bucket in enumerate(self._facts.workload.inventory.buckets):
-            if self._choice.placements[b] is not Placement.STREAMED:
-                continue
-            names = set(self._facts.names_of[b])
-            if b in self._apart:
-                nbytes = sum(self._part_bytes(b, name) for name in names)
-            else:
-                nbytes = sum(self._bytes_of[name] for name in names - seen)
-                seen |= names
-            found[bucket.layer] = found.get(bucket.layer, 0) + nbytes
+        The last entry is of buckets whose layer is not known.
+        """
+        facts = self._facts
+        streamed = self.is_on[Placement.STREAMED][facts.part_bucket]
+        apart = self._apart[facts.part_bucket]
+        whole = np.flatnonzero(streamed & ~apart)
+        parameters, first = np.unique(facts.part_parameter[whole], return_index=True)
+        divided = np.flatnonzero(streamed & apart)
+        buckets = np.concatenate((facts.part_bucket[whole[first]], facts.part_bucket[divided]))
+        nbytes = np.concatenate((self._bytes_of[parameters], self._part_bytes[divided]))
+        found = np.zeros(len(facts.workload.layers) + 1)
+        np.add.at(found, facts.layer_of_bucket[buckets], nbytes)
         return found

@@ -25,14 +25,8 @@ class Queue(IntEnum):
 _LANES = range(len(Queue))
 
 
-@dataclass(slots=True)
-class Work:
-    """Describe one piece of work, which takes `seconds` when no other lane is busy."""
-
-    name: str
-    queue: Queue
-    seconds: float
-    waits: tuple[int, ...] = ()
+NOTHING = -1
+"""Number of no work: what waits for it does not wait."""
 
 
 Slowdown = tuple[tuple[float, float, float, float], ...]
@@ -44,14 +38,26 @@ UNSHARED: Slowdown = ((1.0, 1.0, 1.0, 1.0),) * 8
 
 @dataclass(slots=True)
 class Program:
-    """Hold pieces of work in order of issue; a piece waits only for earlier ones."""
+    """Hold pieces of work in order of issue; a piece waits only for earlier ones.
 
-    works: list[Work] = field(default_factory=list)
+    They are columns, not objects: thousands of works in each of hundreds of programs.
+    """
 
-    def add(self, name: str, queue: Queue, seconds: float, waits: Sequence[int | None] = ()) -> int:
-        """Append one piece of work and return its number; a None in `waits` is ignored."""
-        self.works.append(Work(name, queue, seconds, tuple([w for w in waits if w is not None])))
-        return len(self.works) - 1
+    names: list[str] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    """Seconds of each piece when no other lane is busy."""
+    waits: list[Sequence[int]] = field(default_factory=list)
+    lanes: tuple[list[int], ...] = field(default_factory=lambda: tuple([] for _ in Queue))
+    """Numbers of the pieces of each lane."""
+
+    def add(self, name: str, queue: Queue, seconds: float, waits: Sequence[int] = ()) -> int:
+        """Append one piece of work and return its number; NOTHING in `waits` is ignored."""
+        number = len(self.names)
+        self.names.append(name)
+        self.seconds.append(seconds)
+        self.waits.append(waits)
+        self.lanes[queue].append(number)
+        return number
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,49 +75,59 @@ def run(program: Program, slowdown: Slowdown = UNSHARED) -> Timeline:
 
     Raises ValueError if a piece of work waits for one that was issued after it.
     """
-    works = program.works
-    count = len(works)
-    queues: list[list[int]] = [[], [], [], []]
-    for number, work in enumerate(works):
-        queues[work.queue].append(number)
-    nexts = [iter(queue) for queue in queues]
+    seconds, waits = program.seconds, program.waits
+    nexts = [iter(numbers) for numbers in program.lanes]
     heads = [next(n, -1) for n in nexts]
     left = [0.0, 0.0, 0.0, 0.0]
     running = [-1, -1, -1, -1]
-    starts, ends = [0.0] * count, [math.inf] * count
-    now, done = 0.0, 0
-    while done < count:
-        for lane in _LANES:
+    starts, ends = [0.0] * len(seconds), [math.inf] * len(seconds)
+    blocked_by = [NOTHING] * len(Queue)
+    ends.append(0.0)  # of NOTHING
+    idle, busy = list(_LANES), list[int]()
+    now, busy_bits = 0.0, 0
+    while True:
+        blocked = []
+        for lane in idle:
             number = heads[lane]
-            if number < 0 or running[lane] >= 0:
+            if number < 0:
                 continue
-            work = works[number]
-            for wait in work.waits:
+            if ends[blocked_by[lane]] > now:
+                blocked.append(lane)
+                continue
+            for wait in waits[number]:
                 if ends[wait] > now:
+                    blocked_by[lane] = wait
+                    blocked.append(lane)
                     break
             else:
-                running[lane], left[lane], starts[number] = number, work.seconds, now
+                running[lane], left[lane], starts[number] = number, seconds[number], now
                 heads[lane] = next(nexts[lane], -1)
-        speeds = slowdown[(running[1] >= 0) + 2 * (running[2] >= 0) + 4 * (running[3] >= 0)]
+                busy.append(lane)
+                busy_bits |= 1 << lane
+        if not busy:
+            break
+        speeds = slowdown[busy_bits >> 1]
         least = math.inf
-        for lane in _LANES:  # no comprehension: thousands of works in each of hundreds of programs
-            if running[lane] >= 0 and left[lane] / speeds[lane] < least:
+        for lane in busy:
+            if left[lane] / speeds[lane] < least:
                 least = left[lane] / speeds[lane]
-        if least == math.inf:
-            raise ValueError("a piece of work waits for one that was issued after it")
         now += least
-        for lane in _LANES:
-            if running[lane] >= 0:
-                left[lane] -= least * speeds[lane]
-                if left[lane] <= 1e-12:
-                    ends[running[lane]], running[lane] = now, -1
-                    done += 1
-    return Timeline(tuple(starts), tuple(ends))
+        idle, still = blocked, []
+        for lane in busy:
+            left[lane] -= least * speeds[lane]
+            if left[lane] <= 1e-12:
+                ends[running[lane]] = now
+                idle.append(lane)
+                busy_bits ^= 1 << lane
+            else:
+                still.append(lane)
+        busy = still
+    if blocked:
+        raise ValueError("a piece of work waits for one that was issued after it")
+    return Timeline(tuple(starts), tuple(ends[:-1]))
 
 
 def busy_s(program: Program, first: int, last: int) -> dict[Queue, float]:
     """Sum the seconds of work per lane, as if each ran alone, of the pieces first <= number < last."""
-    found = dict.fromkeys(Queue, 0.0)
-    for work in program.works[first:last]:
-        found[work.queue] += work.seconds
-    return found
+    lanes = zip(Queue, program.lanes, strict=True)
+    return {queue: sum([program.seconds[n] for n in numbers if first <= n < last]) for queue, numbers in lanes}

@@ -19,7 +19,7 @@ from hostward.core.units import MIB
 from hostward.errors import ConfigError
 from hostward.plan.decisions import Choice
 from hostward.plan.gradient_memory import Facts, Gradients
-from hostward.plan.step_memory import Owner, StepModel
+from hostward.plan.step_memory import Owner, Passes, StepModel
 from hostward.plan.workload import Workload
 from hostward.schedule.optimizer import landing_buffer_bytes
 
@@ -110,6 +110,7 @@ class MemoryModel:
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
         self._facts = Facts(workload)
+        self._passes = Passes(self._facts)
         parameters = workload.inventory.parameters
         sizes = [p.numel * (8 if master_kind(p.dtype) is MasterKind.WEIGHT else 12) for p in parameters]
         self._loaded_bytes = min(sum(sizes), max([LOADED_AT_ONCE_BYTES, *sizes]))
@@ -125,15 +126,11 @@ class MemoryModel:
         # Gradients do not depend on the treatment of activations.
         key = choice.placements, choice.gradients_on_host, choice.overlapped
         gradients = self._gradients[key] = self._gradients.get(key) or Gradients(self._facts, choice)
-        step = StepModel(self._facts, choice, gradients)
+        step = StepModel(self._facts, self._passes, choice, gradients)
         frozen = sum(la.frozen_weight_bytes for la in self.workload.repeated if la.name in choice.offloaded_weights)
         host, pinned = self._host(choice, gradients, step.parked_bytes, frozen)
-        buckets = self.workload.inventory.buckets
-        state = sum(
-            self._facts.state_bytes[b] + 8 * len(buckets[b].ranges)
-            for b, placement in enumerate(choice.placements)
-            if placement is Placement.DEVICE
-        )
+        stepped = self._facts.state_bytes + self._facts.step_counts_bytes
+        state = int(stepped[gradients.is_on[Placement.DEVICE]].sum())
         streams = 2 if choice.captured else 1
         workspaces = streams * CUBLAS_WORKSPACES * CUBLAS_WORKSPACE_BYTES + self._partial_bytes
         rest: dict[Owner, float] = {Owner.STATE: state, Owner.WORKSPACE: workspaces}
@@ -177,15 +174,12 @@ class MemoryModel:
             frozen: bytes of offloaded weights that are not trained.
         """
         buckets, facts, workload = self.workload.inventory.buckets, self._facts, self.workload
-        streamed = stepped = weights = landing = 0.0
-        sizes = zip(buckets, facts.padded, facts.state_bytes, choice.placements, strict=True)
-        for bucket, elements, state, placement in sizes:
-            if placement is Placement.STREAMED:
-                streamed += state
-            elif placement is Placement.HOST:
-                stepped += state + 8 * len(bucket.ranges)
-                weights += elements * bucket.dtype.itemsize_bytes
-                landing += elements * gradients.landed_itemsize_bytes(bucket)
+        here = gradients.is_on[Placement.HOST]
+        elements = facts.padded_numel[here]
+        streamed = float(facts.state_bytes[gradients.is_on[Placement.STREAMED]].sum())
+        stepped = float((facts.state_bytes + facts.step_counts_bytes)[here].sum())
+        weights = float((elements * facts.bucket_itemsize[here]).sum())
+        landing = float((elements * gradients.landed_itemsize[here]).sum())
         landing += sum(landing_buffer_bytes([buckets[b] for b in gradients.summed]))
         partials = self._partial_bytes if gradients.summed else 0
         lanes = 2 if Placement.STREAMED in choice.placements else 1

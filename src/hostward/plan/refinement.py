@@ -10,7 +10,7 @@ as of Hooke and Jeeves, 1961).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Generic, Protocol, TypeVar
@@ -222,8 +222,23 @@ class Judged(Protocol):
         """Seconds first; smaller is better."""
         ...
 
+    @property
+    def least_s(self) -> float:
+        """A lower bound on these seconds that needs no simulation."""
+        ...
+
 
 J = TypeVar("J", bound=Judged)
+
+
+def fastest(judged: Iterable[J]) -> J | None:
+    """Return the first by `order`, and simulate no more than it takes to know it; None if there are none."""
+    best: J | None = None
+    for candidate in sorted(judged, key=lambda c: c.least_s):
+        if best is not None and candidate.least_s > best.order[0]:
+            break
+        best = candidate if best is None else min(best, candidate, key=lambda c: c.order)
+    return best
 
 
 @dataclass
@@ -234,25 +249,31 @@ class PatternSearch(Generic[J]):
         judge: returns the bytes and time of a choice, of each place where its gradients can be accumulated.
         excess_bytes: by how much a judged choice exceeds the budgets.
         free_bytes: the device memory that a judged choice leaves within its budget; negative where it exceeds it.
-        bound_s: a lower bound on the seconds of a choice that needs no simulation.
     """
 
     neighbourhood: Neighbourhood
     judge: Callable[[Choice], Sequence[J]]
     excess_bytes: Callable[[J], int]
     free_bytes: Callable[[J], int]
-    bound_s: Callable[[Choice], float]
     tried: set[Choice] = field(default_factory=set)
 
-    def rank(self, judged: J) -> tuple[int, tuple[float, int, int]]:
-        """Return a sort key: what fits first, then what is faster."""
-        over = self.excess_bytes(judged)
-        return over, (judged.order if not over else (0.0, 0, 0))
+    def best(self, found: Iterable[J]) -> J:
+        """Return the fastest of what fits, or what fits best where nothing does. Raises ValueError if there is none."""
+        excess = [(self.excess_bytes(judged), judged) for judged in found]
+        least = min(over for over, _ in excess)
+        alike = [judged for over, judged in excess if over == least]
+        return alike[0] if least else fastest(alike) or alike[0]
+
+    def _is_worse(self, judged: J, than: J) -> bool:
+        """Return whether a choice does not fit, or is slower than one that fits."""
+        if self.excess_bytes(judged):
+            return True
+        return judged.least_s > than.order[0] or judged.order > than.order
 
     def follow(self, starts: Sequence[J]) -> J:
         """Return the best choice that small variations lead to, in large steps from each start."""
         found = [self._followed(start, STEPS[:COARSE]) for start in starts]
-        return self._followed(min(found, key=self.rank), STEPS[COARSE:])
+        return self._followed(self.best(found), STEPS[COARSE:])
 
     def _followed(self, start: J, steps: Sequence[tuple[float, float]]) -> J:
         best, excess = start, self.excess_bytes(start)
@@ -272,27 +293,35 @@ class PatternSearch(Generic[J]):
         def fill(treated: Choice, number: int) -> None:
             key = number, treated.activations
             if key not in found and 0 <= number <= around.most_away:
-                judged = self.filled(around.away(treated, number), share)
-                found[key] = min(judged, key=self.rank)
+                found[key] = self.best(self.filled(around.away(treated, number), share))
 
         alike = [start, *around.alike(start)]
         for treated in alike:
             for part in AWAY:
                 fill(treated, round(part * around.most_away))
         for distance in CLOSER:
-            best = sorted(found, key=lambda key: self.rank(found[key]))
-            kinds = list(dict.fromkeys(activations for _, activations in best))[:CLOSER_WITH]
+            numbers, kinds = self._best_kinds(found)
             for treated in (t for t in alike if t.activations in kinds):
                 for sign in (-1, 1):
-                    fill(treated, best[0][0] + sign * max(1, round(distance * around.most_away)))
-        return sorted(found.values(), key=self.rank)
+                    fill(treated, numbers[0] + sign * max(1, round(distance * around.most_away)))
+        return list(found.values())
+
+    def _best_kinds(self, found: Mapping[tuple[int, tuple[Keep, ...]], J]) -> tuple[list[int], list[tuple[Keep, ...]]]:
+        """Return the best treatments, and the number of offloaded layers with which each is the best."""
+        numbers, kinds = list[int](), list[tuple[Keep, ...]]()
+        while len(kinds) < CLOSER_WITH and (left := {key: j for key, j in found.items() if key[1] not in kinds}):
+            best = self.best(left.values())
+            number, kind = next(key for key, judged in left.items() if judged is best)
+            numbers.append(number)
+            kinds.append(kind)
+        return numbers, kinds
 
     def filled(self, choice: Choice, share: float) -> list[J]:
         """Return what uses the memory with these weights: state streamed up to a share, less offloaded, more kept."""
         around = self.neighbourhood
 
         def at(fraction: float, streamed: float) -> J:
-            return min(self.judge(around.placed(choice, fraction, streamed)), key=self.rank)
+            return self.best(self.judge(around.placed(choice, fraction, streamed)))
 
         # Streaming nothing is apart: it takes no staging buffers. Of the other shares, from the largest: more staging
         # buffers may let a smaller one take more memory. The time has one minimum among them.
@@ -300,9 +329,9 @@ class PatternSearch(Generic[J]):
         for part in range(SHARES - 1, 0, -1):
             before = found[-1]
             found.append(at(1.0, share * part / SHARES))
-            if not self.excess_bytes(before) and self.rank(found[-1]) > self.rank(before):
+            if not self.excess_bytes(before) and self._is_worse(found[-1], before):
                 break
-        best = min(found, key=self.rank)
+        best = self.best(found)
         shares = {0.0, share} if self.excess_bytes(best) else {around.shares(best.choice)[1]}
         for streamed in sorted(shares):
             low, high = 0.0, 1.0
@@ -311,7 +340,7 @@ class PatternSearch(Generic[J]):
                 found.append(at(fraction, streamed))
                 # Less state on the device where that is full; else as little as fits on the host, or is needed there.
                 low, high = (fraction, high) if self.free_bytes(found[-1]) < 0 else (low, fraction)
-        best = min(found, key=self.rank)
+        best = self.best(found)
         for balanced in around.balanced(best.choice, self.free_bytes(best)):
             found += self.judge(balanced)
         return found
@@ -321,13 +350,14 @@ class PatternSearch(Generic[J]):
         limit_s = best.order[0] * (1 - gain)
 
         def better(choice: Choice) -> tuple[J | None, Sequence[J]]:
-            if choice in self.tried or (not excess and self.bound_s(choice) >= limit_s):
+            if choice in self.tried:
                 return None, ()
             self.tried.add(choice)
             found = self.judge(choice)
             for judged in found:
                 over = self.excess_bytes(judged)
-                if over < excess or (over == excess == 0 and judged.order[0] < limit_s):
+                fits = over == excess == 0 and judged.least_s < limit_s
+                if over < excess or (fits and judged.order[0] < limit_s):
                     return judged, found
             return None, found
 
@@ -337,7 +367,7 @@ class PatternSearch(Generic[J]):
             if found is not None:
                 return found
             if known:
-                nearest = min(known, key=self.rank)
+                nearest = self.best(known)
                 for balanced in around.balanced(nearest.choice, self.free_bytes(nearest)):
                     found, _ = better(balanced)
                     if found is not None:

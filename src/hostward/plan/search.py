@@ -9,7 +9,7 @@ larger budget never gives a slower plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import groupby
@@ -19,7 +19,7 @@ from hostward.plan.budgets import Budgets, Required
 from hostward.plan.cost_model import SUM_BYTES, Costs, Speeds, balanced_share
 from hostward.plan.decisions import ELEMENTWISE, LEAVES, Choice, Keep
 from hostward.plan.memory_model import LOAD, MemoryModel, Needs
-from hostward.plan.refinement import Neighbourhood, PatternSearch
+from hostward.plan.refinement import Neighbourhood, PatternSearch, fastest
 from hostward.plan.solver import LAST_STAY, Forced, Limits, LinearProgram
 from hostward.plan.step_time import Prediction, least_s, predict_of
 from hostward.plan.workload import Workload
@@ -84,22 +84,12 @@ class Candidate:
     @cached_property
     def least_s(self) -> float:
         """Return a lower bound on the predicted step time, which needs no simulation."""
-        return max(least_s(self.costs, self.choice), self.plain.prediction.step_s if self.plain else 0.0)
+        return max(least_s(self.costs, self.choice, self.needs), self.plain.prediction.step_s if self.plain else 0.0)
 
     @property
     def order(self) -> tuple[float, int, int]:
         """Return a sort key: faster first, then less host memory, then less device memory."""
         return self.prediction.step_s, self.needs.host_bytes, self.needs.device_peak_bytes
-
-
-def fastest(candidates: Iterable[Candidate]) -> Candidate | None:
-    """Return the first candidate by `order`; None if there are none."""
-    best: Candidate | None = None
-    for candidate in sorted(candidates, key=lambda c: c.least_s):
-        if best is not None and candidate.least_s > best.prediction.step_s:
-            break
-        best = candidate if best is None else min(best, candidate, key=lambda c: c.order)
-    return best
 
 
 class Frontier:
@@ -187,19 +177,21 @@ class Frontier:
             peak = candidate.needs.device_peak_bytes
             return budgets.limits.get("device", peak) - peak
 
-        search = PatternSearch(around, self._judged, excess, free, partial(least_s, self.costs))
-        start = min(self._seen.values(), key=search.rank)
+        search = PatternSearch(around, self._judged, excess, free)
+        start = search.best(self._seen.values())
         if not excess(start) and start.prediction.step_s <= self.base.prediction.step_s:
             return self.best(budgets)  # nothing is predicted to be faster
         spread = search.spread(start.choice, balanced_share(self.costs.speeds, self.workload))
         # No variation leads from few layers with offloaded weights to many, or between two kinds of recomputation.
-        starts: dict[tuple[bool, bool], Candidate] = {}
-        for found in sorted([start, *spread], key=search.rank):
-            apart = bool(found.choice.offloaded_weights), any(k in ELEMENTWISE for k in found.choice.activations)
-            starts.setdefault(apart, found)
-        best, *others = starts.values()
+        apart: dict[tuple[bool, bool], list[Candidate]] = {}
+        for found in [start, *spread]:
+            kind = bool(found.choice.offloaded_weights), any(k in ELEMENTWISE for k in found.choice.activations)
+            apart.setdefault(kind, []).append(found)
+        starts = [search.best(alike) for alike in apart.values()]
+        best = search.best(starts)
         limit_s = best.prediction.step_s * (1 + _WORTH_FOLLOWING)
-        search.follow([best, *(c for c in others[:1] if not excess(c) and c.prediction.step_s < limit_s)])
+        near = [c for c in starts if c is not best and not excess(c) and c.prediction.step_s < limit_s]
+        search.follow([best, *([search.best(near)] if near else [])])
         return self.best(budgets)
 
     def _judged(self, choice: Choice) -> Sequence[Candidate]:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
-from itertools import accumulate, groupby, pairwise
+from itertools import groupby
 from operator import itemgetter
-from typing import NamedTuple
+
+import numpy as np
 
 from hostward.core.placement import Placement
 from hostward.plan.decisions import LEAVES, Choice, Keep
-from hostward.plan.gradient_memory import Facts, Gradients, Made
+from hostward.plan.gradient_memory import Bools, Facts, Floats, Gradients, Ints
 from hostward.plan.workload import Curve, Layer, Moment, PerToken, Way
 from hostward.schedule.staging import (
     MIN_STAGING_BUFFERS,
@@ -53,16 +54,6 @@ class Owner(StrEnum):
     COPIES = "copies for a checkpoint"
 
 
-class Sample(NamedTuple):
-    """Hold the device memory at one moment, without GPU staging buffers and optimizer state."""
-
-    weights: float
-    gradients: float
-    activations: float
-    loss: float = 0.0
-    gathered: float = 0.0
-
-
 @dataclass(frozen=True, slots=True)
 class SlotCount:
     """Describe GPU staging buffers: how many there are, and how many there would be at most.
@@ -77,78 +68,85 @@ class SlotCount:
     unstage_at: tuple[str | None, ...]
 
 
-@dataclass(slots=True)
+Columns = tuple[Floats, Floats, Floats, Floats, Floats]
+"""Bytes of weights, gradients, activations, logits and loss, and gathered weights, by moment."""
+
+
+@dataclass(frozen=True, slots=True)
 class Timeline:
-    samples: list[Sample] = field(default_factory=list)
-    totals: list[float] = field(default_factory=list)
-    """Sums of the samples."""
-    points: list[tuple[int, str | None, int | None]] = field(default_factory=list)
-    """Triggers, as (first sample after it, layer of a pre-forward or pre-backward trigger, bucket of a ready gradient).
-    """
+    """Hold the device memory moment by moment, without GPU staging buffers and optimizer state, in bytes."""
 
-    def add(self, weights: float, gradients: float, kept: float, loss: float = 0.0, gathered: float = 0.0) -> None:
-        self.samples.append(Sample(weights, gradients, kept, loss, gathered))
-        self.totals.append(weights + gradients + kept + loss + gathered)
+    weights: Floats
+    gradients: Floats
+    activations: Floats
+    loss: Floats
+    gathered: Floats
+    totals: Floats
+    """Sums of the others."""
 
-    def use(self, layer: str) -> None:
-        self.points.append((len(self.samples), layer, None))
+    @classmethod
+    def of(cls, *parts: Columns) -> Timeline:
+        """Return the timeline of these parts of a step, one after the other."""
+        weights, gradients, kept, loss, gathered = map(np.concatenate, zip(*parts, strict=True))
+        return cls(weights, gradients, kept, loss, gathered, weights + gradients + kept + loss + gathered)
 
-    def gradient(self, bucket: int) -> None:
-        self.points.append((len(self.samples), None, bucket))
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Hold the moments of all layers in one pass, in order, as far as only the ways in which they run matter."""
+
+    layer: Ints
+    own: Floats
+    """Bytes of the layer itself."""
+    loss: Floats
+    """Bytes of the layer itself where these are logits and loss: it comes after the repeated ones."""
+    made: Ints
+    """Gradients that backward has made, of all layers."""
+    summed: Ints
+    """The same while the layer accumulates its gradients, else 0."""
+    begun: Bools
+    """Whether the layer has made a gradient and goes on."""
+    ends: Bools
+    """Whether backward of the layer is over."""
+    starts: Ints
+    """First moment of each layer in forward; in backward the first at which each gradient exists."""
 
 
-class StepModel:
-    """Simulate the memory of one step in steady state: the last microbatch, and what earlier ones left."""
+class Passes:
+    """Make the moments of forward and backward of a workload, once for all choices with the same ways."""
 
-    def __init__(self, facts: Facts, choice: Choice, gradients: Gradients) -> None:
-        workload = self._workload = facts.workload
-        self._gradients, self._captured, self._serial = gradients, choice.captured, choice.serial
+    def __init__(self, facts: Facts) -> None:
+        self._facts = facts
+        workload = facts.workload
         self._tokens, self._length = workload.microbatch_tokens, workload.sequence_tokens
-        layers = workload.layers
-        self._numbers = [i for i, layer in enumerate(layers) if layer.repeated]
-        self._visits = [0, *accumulate(int(layer.repeated) for layer in layers)][:-1]
-        """Listed layers before each layer."""
-        keeps: list[Keep | None] = [None] * len(layers)
-        for i, keep in zip(self._numbers, choice.activations, strict=True):
-            keeps[i] = keep
-        ways = [Way.KEEP if keep is None else _WAYS[keep] for keep in keeps]
-        self._curves = [_curve_of(layer, way, facts.curves) for layer, way in zip(layers, ways, strict=True)]
-        self._fullest_at, self._facts_curves = facts.fullest_at, facts.curves
-        kept = [self._at((curve.kept,))[0][1] for curve in self._curves]
-        self._recomputed = [keep is Keep.RECOMPUTE_OFFLOAD for keep in keeps]
-        self._away = [keep in LEAVES for keep in keeps]
-        self._kept = [0.0 if away else n for away, n in zip(self._away, kept, strict=True)]
-        self.parked_bytes = sum(n for away, n in zip(self._away, kept, strict=True) if away)
-        """Bytes in saved tensors on the host."""
-        self._parked = [n if away else 0.0 for away, n in zip(self._away, kept, strict=True)]
-        self._parked_before = [0.0, *accumulate(self._parked[i] for i in self._numbers)]
-        """Host bytes of all layers before a place among the listed layers."""
-        last_away = max((at for at, i in enumerate(self._numbers) if self._away[i]), default=-1)
-        self._window = max(1, len(self._numbers) - 1 - last_away)
-        self._weights = [layer.weight_bytes for layer in layers]
-        self._whole = [n * workload.ranks if workload.ranks > 1 else 0 for n in self._weights]
-        """Bytes that each layer has when it is gathered from several ranks."""
-        self._whole_before = [0, *accumulate(self._whole), sum(self._whole)]
-        """Gathered bytes of all layers before each layer."""
-        tied = not layers[0].repeated and layers[-1].weight_bytes < layers[0].weight_bytes
-        self._root = self._whole[0] if tied and workload.resharded else 0
-        """Bytes in an embedding that is the output layer as well: the root gathers it, so it is unsharded in all of a
-        pass.
+        first = next((i for i, layer in enumerate(workload.layers) if layer.repeated), 0)
+        self._behind = [not layer.repeated and i > first for i, layer in enumerate(workload.layers)]
+        self._curves: dict[tuple[str, Way], Curve] = {}
+        """Made for layers that come without."""
+        self._fullest_at: dict[tuple[int, int], list[tuple[int, float]]] = {}
+        """The fullest moments of a curve, by its first moment's object and the number of moments: layers of a kind
+        share their curves.
         """
-        self._reduced = 2 if workload.reduced_in_fp32 else 1
-        """Bytes of what is scattered over those of the gradients in it, which are 16-bit."""
-        self._left = self._reduced * self._whole[0]
-        """Bytes scattered last in a backward: they stay until the next microbatch has something to scatter."""
-        self._left_until = len(layers) - (2 if tied else 1)
-        self._offloaded = [layer.name in choice.offloaded_weights for layer in layers]
-        self._fetched = bool(choice.offloaded_weights)
-        self._ahead = weight_prefetch_depth(gathered=workload.ranks > 1)
-        self._always = sum(n for n, away in zip(self._weights, self._offloaded, strict=True) if not away)
-        buckets = workload.inventory.buckets
-        streamed = [b for b, p in enumerate(choice.placements) if p is Placement.STREAMED]
-        self._slot_bytes = staging_buffer_bytes([streamed_bytes(buckets[b].kind, facts.padded[b]) for b in streamed])
-        self._most = max_staging_buffers(len(streamed), self._slot_bytes, choice.staging_bytes)
-        self._late = late_trigger_bucket(facts.numels)
+        self._known: dict[tuple[Way, ...], tuple[Moments, Moments]] = {}
+
+    def of(self, ways: tuple[Way, ...]) -> tuple[Moments, Moments]:
+        """Return the moments of forward and of backward."""
+        if ways not in self._known:
+            layers = range(len(ways))
+            forward = self._moments([(i, self._at(self.curve(i, ways[i]).forward)) for i in layers], backward=False)
+            backward = self._moments(
+                [(i, self._at(self.curve(i, ways[i]).backward)) for i in layers][::-1], backward=True
+            )
+            self._known[ways] = forward, backward
+        return self._known[ways]
+
+    def curve(self, i: int, way: Way) -> Curve:
+        """Return the curve of a layer that runs in this way."""
+        return _curve_of(self._facts.workload.layers[i], way, self._curves)
+
+    def kept_bytes(self, i: int, way: Way) -> float:
+        """Return the bytes that a layer keeps for backward."""
+        return self._at((self.curve(i, way).kept,))[0][1]
 
     def _at(self, moments: Sequence[Moment]) -> Sequence[tuple[int, float]]:
         """Return the fullest of each run of moments with as many gradients: their number, and the layer's bytes."""
@@ -162,163 +160,207 @@ class StepModel:
             found = self._fullest_at[key] = [(made, max(nbytes for _, nbytes in run)) for made, run in runs]
         return found
 
-    @property
-    def resident_weight_bytes(self) -> int:
-        """Return the bytes of weights between steps, when the first offloaded layers are already being prefetched."""
-        first = [self._weights[i] for i in self._numbers[: self._ahead] if self._offloaded[i]]
-        return round(self._always + sum(first))
+    def _moments(self, of_layers: Sequence[tuple[int, Sequence[tuple[int, float]]]], *, backward: bool) -> Moments:
+        """Lay out the moments of layers in this order; in backward there is one more when a layer is done."""
+        rows: list[tuple[int, float, float, int, int, bool, bool]] = []
+        layer_starts: list[int] = []
+        gradient_starts: list[int] = []
+        for i, moments in of_layers:
+            before, count = self._facts.made_before[i], self._facts.made_count[i]
+            layer_starts.append(len(rows))
+            done = 0
+            for gradients, nbytes in moments:
+                exist = min(gradients, count)
+                gradient_starts += [len(rows)] * (exist - done)
+                done = max(done, exist)
+                own, loss = (0.0, nbytes) if self._behind[i] else (nbytes, 0.0)
+                rows.append((i, own, loss, before + exist, before + exist if exist else 0, gradients > 0, False))
+            if backward:
+                gradient_starts += [len(rows)] * (count - done)
+                rows.append((i, 0.0, 0.0, before + count, 0, False, True))
+        layer, own_bytes, behind, made, summed, begun, ends = zip(*rows, strict=True) if rows else ((),) * 7
+        return Moments(
+            np.array(layer, np.int64),
+            np.array(own_bytes, np.float64),
+            np.array(behind, np.float64),
+            np.array(made, np.int64),
+            np.array(summed, np.int64),
+            np.array(begun, np.bool_),
+            np.array(ends, np.bool_),
+            np.array(gradient_starts if backward else layer_starts, np.int64),
+        )
+
+
+class StepModel:
+    """Simulate the memory of one step in steady state: the last microbatch, and what earlier ones left.
+
+    Arrays of layers are in the workload's order.
+    """
+
+    def __init__(self, facts: Facts, passes: Passes, choice: Choice, gradients: Gradients) -> None:
+        self._facts, self._passes, workload = facts, passes, facts.workload
+        self._workload = workload
+        self._gradients, self._captured, self._serial = gradients, choice.captured, choice.serial
+        layers = workload.layers
+        repeated = np.array([layer.repeated for layer in layers], np.bool_)
+        self._visits: Ints = repeated.cumsum() - repeated
+        """Listed layers before each layer."""
+        keeps: list[Keep | None] = [None] * len(layers)
+        for i, keep in zip(np.flatnonzero(repeated), choice.activations, strict=True):
+            keeps[i] = keep
+        ways = tuple([Way.KEEP if keep is None else _WAYS[keep] for keep in keeps])
+        self._forward, self._backward = passes.of(ways)
+        kept = np.array([passes.kept_bytes(i, way) for i, way in enumerate(ways)])
+        self._away = np.array([keep in LEAVES for keep in keeps], np.bool_)
+        self._kept = np.where(self._away, 0.0, kept)
+        parked = np.where(self._away, kept, 0.0)
+        self.parked_bytes = float(parked.cumsum()[-1])
+        """Bytes in saved tensors on the host."""
+        # After a layer was recomputed, nothing holds its reloaded input; the first gradient marks that moment.
+        self._let_go = np.where([keep is Keep.RECOMPUTE_OFFLOAD for keep in keeps], parked, 0.0)
+        self._parked_before: Floats = np.append(0.0, parked[repeated].cumsum())
+        """Host bytes of all layers before a place among the listed layers."""
+        last_away = np.flatnonzero(self._away[repeated]).max(initial=-1)
+        self._window = max(1, int(repeated.sum()) - 1 - int(last_away))
+        self._weights = np.array([layer.weight_bytes for layer in layers], np.int64)
+        self._whole: Ints = self._weights * (workload.ranks if workload.ranks > 1 else 0)
+        """Bytes that each layer has when it is gathered from several ranks."""
+        self._whole_before: Ints = np.concatenate(([0], self._whole.cumsum(), [self._whole.sum()]))
+        """Gathered bytes of all layers before each layer."""
+        tied = not layers[0].repeated and layers[-1].weight_bytes < layers[0].weight_bytes
+        self._root = int(self._whole[0]) if tied and workload.resharded else 0
+        """Bytes in an embedding that is the output layer as well: the root gathers it, so it is unsharded in all of a
+        pass.
+        """
+        self._reduced = 2 if workload.reduced_in_fp32 else 1
+        """Bytes of what is scattered over those of the gradients in it, which are 16-bit."""
+        self._left = self._reduced * int(self._whole[0])
+        """Bytes scattered last in a backward: they stay until the next microbatch has something to scatter."""
+        self._left_until = len(layers) - (2 if tied else 1)
+        self._fetched = bool(choice.offloaded_weights)
+        self._ahead = weight_prefetch_depth(gathered=workload.ranks > 1)
+        offloaded = np.array([layer.name in choice.offloaded_weights for layer in layers], np.bool_)
+        self._offloaded = np.where(offloaded, self._weights, 0)
+        """Bytes of weights by layer, where they are offloaded."""
+        self._always = int(self._weights.sum() - self._offloaded.sum())
+        self.resident_weight_bytes = self._always + int(self._offloaded[repeated][: self._ahead].sum())
+        """Bytes of weights between steps, when the first offloaded layers are already being prefetched."""
+        streamed = np.flatnonzero(gradients.is_on[Placement.STREAMED]).tolist()
+        buckets = workload.inventory.buckets
+        self._slot_bytes = staging_buffer_bytes([streamed_bytes(buckets[b].kind, facts.padded[b]) for b in streamed])
+        self._most = max_staging_buffers(len(streamed), self._slot_bytes, choice.staging_bytes)
+        self._late = late_trigger_bucket(facts.numels)
 
     def evaluation(self) -> dict[Owner, float]:
         """Return the largest device bytes of a microbatch's forward without backward, once the step is done."""
-        peak: dict[Owner, float] = {}
-        for i, layer in enumerate(self._workload.layers):
-            # Within a checkpointed layer nothing is saved, as without gradients.
-            curve = _curve_of(layer, Way.RECOMPUTE, self._facts_curves) if layer.repeated else self._curves[i]
-            own = max((nbytes for _, nbytes in self._at(curve.forward)), default=0.0)
-            owner = Owner.LOSS if self._behind(i) else Owner.ACTIVATIONS
-            held = {Owner.WEIGHTS: self._weights_at(i, 1), Owner.GATHERED: self._gathered(i), owner: own}
-            peak = max(peak, held, key=lambda found: sum(found.values()))
-        return peak
+        # Within a checkpointed layer nothing is saved, as without gradients.
+        ways = tuple(Way.RECOMPUTE if layer.repeated else Way.KEEP for layer in self._workload.layers)
+        moments = self._passes.of(ways)[0]
+        weights, gathered = self._weights_at(1)[moments.layer], self._gathered[moments.layer]
+        fullest = int((weights + gathered + moments.own + moments.loss).argmax())
+        return {
+            Owner.WEIGHTS: float(weights[fullest]),
+            Owner.GATHERED: float(gathered[fullest]),
+            Owner.ACTIVATIONS: float(moments.own[fullest]),
+            Owner.LOSS: float(moments.loss[fullest]),
+        }
 
     # ---------------------------------------------------------------- along the step
 
     @cached_property
     def timeline(self) -> Timeline:
-        timeline = Timeline()
-        self._forward(timeline)
-        self._backward(timeline)
-        return timeline
+        """Return the last microbatch, forward and backward."""
+        held, behind = self._gradients.held, self._gathered_behind
+        backward = self._in_backward(held[self._backward.made], behind, np.maximum(behind, self._reducing))
+        nothing = np.zeros(1)
+        end = nothing + self.resident_weight_bytes, held[-1:], self._kept[:1], nothing, nothing
+        return Timeline.of(self._in_forward(), backward, end)
 
     @cached_property
-    def _between(self) -> Timeline:
-        """Return a backward before the last, in which gathered layers stay so and no staging buffer is acquired."""
-        timeline, total = Timeline(), sum(self._kept)
-        if self._workload.fetched_anew or self._workload.microbatches == 1:
-            return timeline  # the last is the fullest
-        for i in reversed(range(len(self._workload.layers))):
-            total -= self._kept[i]
-            gathered = self._whole_before[-1] + self._scattered(i, self._workload.microbatches > 2)
-            held, weights = self._gradients.before_bytes, self._weights_at(i, -1)
-            self._sample(timeline, i, self._curves[i].backward, total + self._back(i), held, weights, gathered)
-            reducing = self._whole_before[-1] + (1 + self._reduced) * self._whole[i]
-            timeline.add(weights, held, total + self._back(i), 0.0, reducing)
-        return timeline
+    def _between(self) -> Timeline | None:
+        """Return a backward before the last, in which gathered layers stay so and no staging buffer is acquired; None
+        where the last is the fullest.
+        """
+        workload = self._workload
+        if workload.fetched_anew or workload.microbatches == 1:
+            return None
+        gathered = self._whole_before[-1] + self._scattered(again=workload.microbatches > 2)
+        reducing = self._whole_before[-1] + (1 + self._reduced) * self._whole
+        held = np.full(len(self._backward.made), float(self._gradients.before_bytes))
+        return Timeline.of(self._in_backward(held, gathered, reducing, lets_go=False))
 
-    def _forward(self, timeline: Timeline) -> None:
-        layers = self._workload.layers
-        waiting = {} if self._gradients.accumulate else self._gradients.used_in_forward()
-        held = self._gradients.before_bytes + sum(waiting.values())
-        kept = 0.0
-        for i, layer in enumerate(layers):
-            timeline.use(layer.name)
-            held -= waiting.pop(layer.name, 0)
-            base = kept + self._leaving(i)
-            gathered = self._gathered(i)
-            self._sample(timeline, i, self._curves[i].forward, base, held, self._weights_at(i, 1), gathered)
-            kept += self._kept[i]
+    def _in_forward(self) -> Columns:
+        """Return the bytes in forward."""
+        moments, gradients = self._forward, self._gradients
+        held = np.full(len(self._kept), float(gradients.before_bytes))
+        if not gradients.accumulate:
+            waiting = gradients.used_in_forward()
+            held += waiting.sum() - waiting[:-1].cumsum()
+        base = np.append(0.0, self._kept.cumsum()[:-1]) + self._leaving
+        return (
+            self._weights_at(1)[moments.layer],
+            held[moments.layer] + gradients.temporary[moments.summed],
+            base[moments.layer] + moments.own,
+            moments.loss,
+            self._gathered[moments.layer],
+        )
 
-    def _backward(self, timeline: Timeline) -> None:
-        layers, total = self._workload.layers, sum(self._kept)
-        made_by_layer = iter(self._gradients.backward)
-        held = self._gradients.before_bytes
-        for i in reversed(range(len(layers))):
-            made = next(made_by_layer)
-            total -= self._kept[i]
-            base = total + self._back(i)
-            weights = self._weights_at(i, -1), self._gathered_behind(i), self._reducing(i)
-            after = [held, *(m.held_bytes for m in made)]
-            self._moments(timeline, i, made, base, after, weights)
-            held = after[-1]
-        timeline.add(self.resident_weight_bytes, held, self._kept[0])
-
-    @property
-    def _first(self) -> int:
-        return self._numbers[0] if self._numbers else 0
-
-    def _moments(
-        self,
-        timeline: Timeline,
-        i: int,
-        made: Sequence[Made],
-        base: float,
-        after: Sequence[int],
-        weights: tuple[float, float, float],
-    ) -> None:
-        """Add the moments of a layer's backward, with the triggers of its gradients.
+    def _in_backward(self, held: Floats, gathered: Floats, reducing: Floats, *, lets_go: bool = True) -> Columns:
+        """Return the bytes in a backward.
 
         Args:
-            weights: bytes of weights, of gathered layers, and of those that remain gathered when the layer is done.
+            held: bytes of gradients, by moment.
+            gathered: bytes of gathered layers, by layer.
+            reducing: those that remain gathered when the layer is done.
+            lets_go: whether reloaded inputs are counted only until the layer has been recomputed.
         """
-        done = 0
-        # After a layer was recomputed, nothing holds its reloaded input; the first gradient marks that moment.
-        reloaded = self._parked[i] if self._recomputed[i] else 0.0
-        behind, layer = self._behind(i), self._workload.layers[i]
-        temporary = self._gradients.temporary_bytes if self._gradients.accumulate else None
-        for count, own in self._at(self._curves[i].backward):
-            while done < min(count, len(made)):
-                for bucket in made[done].completed:
-                    timeline.gradient(bucket)
-                done += 1
-            held = after[min(count, len(after) - 1)] + (temporary(layer, count) if temporary else 0)
-            kept = base - reloaded if count else base
-            timeline.add(weights[0], held, *((kept, own) if behind else (kept + own, 0.0)), weights[1])
-        for left in range(done, len(made)):
-            for bucket in made[left].completed:
-                timeline.gradient(bucket)
-        timeline.add(weights[0], after[-1], base, 0.0, max(weights[1:]))
+        moments = self._backward
+        total = np.subtract.accumulate(np.append(self._kept.cumsum()[-1], self._kept[::-1]))[:0:-1]
+        kept = (total + self._back)[moments.layer]
+        if lets_go:
+            kept = kept - np.where(moments.begun, self._let_go[moments.layer], 0.0)
+        return (
+            self._weights_at(-1)[moments.layer],
+            held + self._gradients.temporary[moments.summed],
+            kept + moments.own,
+            moments.loss,
+            np.where(moments.ends, reducing[moments.layer], gathered[moments.layer]),
+        )
 
-    def _behind(self, i: int) -> bool:
-        """Return whether a layer comes after the repeated ones: its saved tensors are logits and loss."""
-        return not self._workload.layers[i].repeated and i > self._first
-
-    def _sample(
-        self,
-        timeline: Timeline,
-        i: int,
-        moments: Sequence[Moment],
-        base: float,
-        held: int,
-        weights: float,
-        gathered: float,
-    ) -> None:
-        """Add the moments of a curve with these bytes of gradients."""
-        behind, layer = self._behind(i), self._workload.layers[i]
-        for made, own in self._at(moments):
-            gradients = held + self._gradients.temporary_bytes(layer, made)
-            timeline.add(weights, gradients, *((base, own) if behind else (base + own, 0.0)), gathered)
-
-    def _leaving(self, i: int) -> float:
+    @property
+    def _leaving(self) -> Floats:
         """Return the bytes of earlier layers' saved tensors whose D2H copies still hold device memory, in forward of
-        layer `i`.
+        each layer.
         """
-        at = self._visits[i]
-        return self._parked_before[at] - self._parked_before[min(at, max(0, at - self._window + 1))]
+        at = self._visits
+        return self._parked_before[at] - self._parked_before[np.minimum(at, np.maximum(0, at - self._window + 1))]
 
-    def _back(self, i: int) -> float:
-        """Return the bytes of earlier layers' saved tensors that are reloaded or being reloaded, in backward of layer
-        `i`.
+    @property
+    def _back(self) -> Floats:
+        """Return the bytes of earlier layers' saved tensors that are reloaded or being reloaded, in backward of each
+        layer.
         """
-        at = self._visits[i]
-        if at == len(self._numbers):
-            return 0.0
-        return self._parked_before[at] - self._parked_before[max(0, at - self._window)]
+        at = self._visits
+        back = self._parked_before[at] - self._parked_before[np.maximum(0, at - self._window)]
+        return np.where(at == len(self._parked_before) - 1, 0.0, back)
 
-    def _weights_at(self, i: int, step: int) -> float:
-        """Return the bytes of weights while layer `i` runs and the next ones are prefetched.
+    def _weights_at(self, step: int) -> Floats:
+        """Return the bytes of weights while each layer runs and the next ones are prefetched.
 
         Args:
             step: 1 in forward, -1 in backward.
         """
+        found = np.full(len(self._weights), float(self._always))
         whole = not self._workload.fetched_anew and (step < 0 or self._workload.microbatches > 1)
-        if whole or not self._fetched:
-            return self._always
-        here = (i + step * k for k in range(self._ahead + 1))
-        return self._always + sum(
-            self._weights[at] for at in here if 0 <= at < len(self._weights) and self._offloaded[at]
-        )
+        if not whole and self._fetched:
+            for ahead in range(min(self._ahead, len(found) - 1) + 1):
+                to, of = (slice(len(found) - ahead), slice(ahead, None))[::step]
+                found[to] += self._offloaded[of]
+        return found
 
-    def _gathered(self, i: int) -> float:
-        """Return the gathered bytes while layer `i` runs forward.
+    @property
+    def _gathered(self) -> Floats:
+        """Return the gathered bytes while each layer runs forward.
 
         Layers are gathered one by one, the next one while this one runs, and stay until their backward; with several
         microbatches, until that of the last. With resharding, the memory that a layer was copied from stays until the
@@ -326,42 +368,50 @@ class StepModel:
         """
         if self._workload.resharded:
             left = self._left if self._workload.microbatches > 1 else 0
-            return 2 * self._whole[i] + (self._root if i > 0 else 0) + left
+            return self._beyond(0, self._root) + 2.0 * self._whole + left
         if self._workload.microbatches > 1:
-            return self._whole_before[-1] + self._left
-        return self._whole_before[i + 2]
+            return np.full(len(self._whole), float(self._whole_before[-1] + self._left))
+        return self._whole_before[2:].astype(np.float64)
 
-    def _gathered_behind(self, i: int) -> float:
-        """Return the gathered bytes in backward of layer `i`, while its gradient is made and the previous one is
+    def _beyond(self, layer: int, nbytes: float) -> Floats:
+        """Return these bytes for the layers after this one, and none for the others."""
+        return np.where(np.arange(len(self._whole)) > layer, float(nbytes), 0.0)
+
+    @property
+    def _gathered_behind(self) -> Floats:
+        """Return the gathered bytes in backward of each layer, while its gradient is made and the previous one is
         scattered.
 
         A resharded layer is gathered one layer ahead; the root's parameters are unsharded until the end. (Where a
         gradient has two halves, the curves show how long the first waits for the other.)
         """
-        return self._others(i) + self._whole[i] + self._scattered(i, self._workload.microbatches > 1)
+        return self._others + self._whole + self._scattered(again=self._workload.microbatches > 1)
 
-    def _others(self, i: int) -> float:
-        """Return the unsharded bytes of other layers in backward of layer `i`."""
+    @property
+    def _others(self) -> Floats:
+        """Return the unsharded bytes of other layers in backward of each layer."""
         if not self._workload.resharded:
-            return self._whole_before[i]
-        return (self._whole[i - 1] if i > 0 else 0) + (self._root if i > 1 else 0)
+            return self._whole_before[:-2].astype(np.float64)
+        return np.append(0.0, self._whole[:-1]) + self._beyond(1, self._root)
 
-    def _reducing(self, i: int) -> float:
-        """Return the gathered bytes when backward of layer `i` is done.
+    @property
+    def _reducing(self) -> Floats:
+        """Return the gathered bytes when backward of each layer is done.
 
         The layer is sharded again, and its gradient is copied to where it is scattered from. The memory from which the
         previous layer's gradient was scattered is free by then.
         """
-        return self._others(i) + (1 + self._reduced) * self._whole[i]
+        return self._others + (1 + self._reduced) * self._whole
 
-    def _scattered(self, i: int, again: bool) -> float:
-        """Return the bytes of layer `i`'s gradient and of the one being scattered.
+    def _scattered(self, *, again: bool) -> Floats:
+        """Return the bytes of each layer's gradient and of the one being scattered.
 
         Args:
             again: whether another microbatch's backward ran before.
         """
-        before, left = self._whole_before, self._left if again and i >= self._left_until else 0
-        return before[i + 1] - before[i] + self._reduced * (before[i + 2] - before[i + 1]) + left
+        found = self._beyond(self._left_until - 1, self._left * again) + self._whole
+        found[:-1] += self._reduced * self._whole[1:]
+        return found
 
     # ---------------------------------------------------------------- GPU staging buffers
 
@@ -376,7 +426,7 @@ class StepModel:
             slot_size_bytes=self._slot_bytes,
             most=self._most,
             acquire_at=self._late,
-            early=not any(self._away) and not self._fetched,
+            early=not self._away.any() and not self._fetched,
         ) or StagingDecision(self._most, (self._late,) * self._most, (None,) * self._most)
         return SlotCount(settled.count, self._most, settled.acquire_at, settled.release_at)
 
@@ -386,25 +436,31 @@ class StepModel:
         count = min(MIN_STAGING_BUFFERS, self._most)
         return SlotCount(count, self._most, (self._late,) * count, (None,) * count)
 
+    @cached_property
+    def _ready_at(self) -> Ints:
+        """Return the first moment after each trigger of a ready gradient, in the order of `Facts.ready`."""
+        return self._backward.starts[self._facts.ready_at] + len(self._forward.layer)
+
     def _spans(self) -> list[TriggerInterval]:
-        samples, points = self.timeline.totals, self.timeline.points
-        ends, last = [*(at for at, _, _ in points[1:]), len(samples)], len(samples) - 1
-        found = []
-        for (start, layer, bucket), end in zip(points, ends, strict=True):
-            # Bytes at a trigger count for its span, even if no moment falls into it.
-            first = min(start, last)
-            peak = samples[first] if end <= first + 1 else max(samples[first:end])
-            found.append(TriggerInterval(layer, bucket, 0, round(peak)))
-        return found
+        """Return the peaks from each trigger to the next: those of layers in forward, then those of ready gradients."""
+        totals = self.timeline.totals
+        # Bytes at a trigger count for its span, even if no moment falls into it.
+        peaks = np.maximum.reduceat(totals, np.concatenate((self._forward.starts, self._ready_at)))
+        rounded = map(round, peaks.tolist())
+        uses = [TriggerInterval(layer.name, None, 0, next(rounded)) for layer in self._workload.layers]
+        return uses + [TriggerInterval(None, b, 0, next(rounded)) for b in self._facts.ready.tolist()]
 
     def peak(self, slots: SlotCount) -> Mapping[Owner, float]:
         """Return the bytes by category at the moment at which the device holds the most."""
-        samples, totals, points = self.timeline.samples, self.timeline.totals, self.timeline.points
-        last = len(samples) - 1
-        staged = [next((at for at, _, b in points if b is not None and b <= stage), last) for stage in slots.stage_at]
-        uses = {layer: at for at, layer, _ in reversed(points) if layer is not None}
+        timeline, totals = self.timeline, self.timeline.totals
+        # The trigger of a bucket, or of the first one below it.
+        lowest = np.minimum.accumulate(self._facts.ready)
+        at = np.searchsorted(-lowest, -np.array(slots.stage_at, np.int64))
+        staged = np.append(self._ready_at, len(totals) - 1)[at].tolist()
+        starts = reversed(list(zip(self._workload.layers, self._forward.starts.tolist(), strict=True)))
+        uses = {layer.name: start for layer, start in starts} if slots.unstage_at else {}
         behind = max(uses.values(), default=0)
-        back = [uses.get(layer, behind) if layer is not None else behind for layer in slots.unstage_at]
+        back = [behind if layer is None else uses[layer] for layer in slots.unstage_at]
 
         def slots_at(t: int) -> int:
             # The graph's memory exists during the step as well.
@@ -412,20 +468,22 @@ class StepModel:
             return max(kept, bisect_right(staged, t)) * self._slot_bytes
 
         # Between two changes of the staging buffers, the other memory decides.
-        spans = pairwise(sorted({0, *staged, *back, len(samples)}))
-        fullest_of = [(max(totals[start:end]), slots_at(start), start, end) for start, end in spans]
-        most, slots_held, start, end = max(fullest_of, key=lambda span: span[0] + span[1])
-        found = samples[totals.index(most, start, end)]
-        between = self._between
-        if between.totals and (fullest := max(between.totals)) > most + slots_held:
-            found, slots_held = between.samples[between.totals.index(fullest)], 0
+        changes = sorted({0, *staged, *back})
+        fullest = np.maximum.reduceat(totals, changes).tolist()
+        held = [slots_at(start) for start in changes]
+        which = max(range(len(changes)), key=lambda change: fullest[change] + held[change])
+        stop = [*changes, len(totals)][which + 1]
+        found, slots_held = changes[which] + int(totals[changes[which] : stop].argmax()), held[which]
+        if self._between is not None and self._between.totals.max() > fullest[which] + slots_held:
+            timeline, slots_held = self._between, 0
+            found = int(timeline.totals.argmax())
         return {
-            Owner.WEIGHTS: found.weights,
-            Owner.GRADIENTS: found.gradients,
+            Owner.WEIGHTS: float(timeline.weights[found]),
+            Owner.GRADIENTS: float(timeline.gradients[found]),
             Owner.SLOTS: slots_held,
-            Owner.ACTIVATIONS: found.activations,
-            Owner.LOSS: found.loss,
-            Owner.GATHERED: found.gathered,
+            Owner.ACTIVATIONS: float(timeline.activations[found]),
+            Owner.LOSS: float(timeline.loss[found]),
+            Owner.GATHERED: float(timeline.gathered[found]),
         }
 
 

@@ -10,21 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 from hostward.core.placement import Placement
-from hostward.plan.cost_model import HOST_STEP_BYTES, SUM_BYTES, Costs, Speeds, Unit
+from hostward.plan.cost_model import LAYERS_IN_FLIGHT, Costs, Speeds, Unit
 from hostward.plan.decisions import LEAVES, Choice, Keep
-from hostward.plan.lane_simulator import Program, Queue, Timeline, busy_s, run
+from hostward.plan.lane_simulator import NOTHING, Program, Queue, Timeline, busy_s, run
 from hostward.plan.memory_model import Needs, required
 from hostward.plan.workload import Workload
 from hostward.schedule.activations import FIRST_GROUP_BYTES
 from hostward.schedule.optimizer import LANDING_BUFFERS
 from hostward.schedule.staging import MIN_STAGING_BUFFERS
 from hostward.schedule.weights import weight_prefetch_depth
-
-_IN_FLIGHT = 2
-"""Layers after which the memory of gradients that are being offloaded is needed again."""
 
 
 class StepTimeline:
@@ -40,19 +38,24 @@ class StepTimeline:
         self.program = Program()
         self.units = units
         self.keep = costs.keep_of(choice)
-        self.by_layer: dict[str, list[int]] = {}
+        by_layer: dict[str, list[int]] = {}
         for number, unit in enumerate(self.units):
-            self.by_layer.setdefault(unit.layer, []).append(number)
+            by_layer.setdefault(unit.layer, []).append(number)
+        self._of = [by_layer.get(cost.layer.name, []) for cost in costs.layers]
+        """Units of each layer."""
+        self._place = {i: place for place, i in enumerate(costs.repeated)}
+        """Of each repeated layer, among these."""
         self.streamed = [i for i, u in enumerate(self.units) if u.placement is Placement.STREAMED]
         leaving = [i for i in costs.repeated if self.keep[i] in LEAVES]
         self.leaving = leaving
         self.window = max(1, len(costs.repeated) - len(leaving))
         self._ahead = weight_prefetch_depth(gathered=costs.workload.ranks > 1)
-        self.fetched = [i for i, c in enumerate(costs.layers) if c.layer.name in choice.offloaded_weights]
-        self.slots = self._units_staged(needs.slots)
+        self.fetched = {i for i, c in enumerate(costs.layers) if c.layer.name in choice.offloaded_weights}
+        self.slots = costs.moved(choice).staged(needs.slots)
         self._staged_layers = [self._layer_of(bucket) for bucket in needs.stage_at]
         # Newest work of each kind, by unit or layer.
-        self.compute: int | None = None
+        self.compute = NOTHING
+        self._computes: list[int] = []
         self.offloads: dict[int, int] = {}
         self.hosts: dict[int, int] = {}
         self.arrivals: dict[int, int] = {}
@@ -63,15 +66,6 @@ class StepTimeline:
         self.downloaded: list[int] = []
         self.added: list[int] = []
 
-    def _units_staged(self, slots: int) -> int:
-        """Return the number of streamed units that fit in the staging buffers, each for the largest streamed bucket."""
-        if not self.streamed:
-            return 0
-        buckets = zip(self.costs.workload.inventory.buckets, self.choice.placements, strict=True)
-        slot_bytes = max(bucket.state_bytes for bucket, p in buckets if p is Placement.STREAMED)
-        largest = max(self.units[i].state_bytes for i in self.streamed)
-        return max(1, min(len(self.streamed), slots * slot_bytes // largest))
-
     def _layer_of(self, bucket: int) -> int:
         """Return the layer of a bucket; the first layer where none has that name, as a caller may name layers
         otherwise.
@@ -80,8 +74,11 @@ class StepTimeline:
         layers = [b.layer for b in self.costs.workload.inventory.buckets[bucket : bucket + 1]]
         return names.index(layers[0]) if layers and layers[0] in names else 0
 
-    def _of(self, layer: int) -> Sequence[int]:
-        return self.by_layer.get(self.costs.layers[layer].layer.name, ())
+    def run(self, name: str, seconds: float, waits: Sequence[int] = ()) -> int:
+        """Append work of the GPU, which is the newest from then on, and return its number."""
+        self.compute = self.program.add(name, Queue.COMPUTE, seconds, waits)
+        self._computes.append(self.compute)
+        return self.compute
 
     # ------------------------------------------------------------------ parts
 
@@ -93,45 +90,34 @@ class StepTimeline:
         """
         anew = self.costs.workload.fetched_anew
         for i, cost in enumerate(self.costs.layers):
-            waits: list[int | None] = []
+            waits: list[int] = []
             if first:
-                waits += [self.arrivals[u] for u in self._of(i) if u in self.arrivals]
+                waits += [self.arrivals[u] for u in self._of[i] if u in self.arrivals]
                 # Staging buffers are released before the last layer, after the last write.
                 waits += self.writes[-1:] if i == len(self.costs.layers) - 1 else []
-            waits += [self._fetch(i)] if first or anew else []
-            if cost.layer.repeated:
-                before = self.costs.repeated.index(i) - self.window
-                waits += [self.offloads.get(self.costs.repeated[before])] if before >= 0 else []
+            if i in self.fetched and (first or anew):
+                waits.append(self._fetch(i))
+            if cost.layer.repeated and self._place[i] >= self.window:
+                waits.append(self.offloads.get(self.costs.repeated[self._place[i] - self.window], NOTHING))
             before_it = self.compute
-            self.compute = self.program.add(f"forward/{cost.layer.name}", Queue.COMPUTE, cost.forward_s, waits)
+            self.run(f"forward/{cost.layer.name}", cost.forward_s, waits)
             if i in self.leaving:
-                speeds = self.costs.speeds
                 size = cost.held_bytes(self.keep[i])
                 # An input exists when the layer begins, and is offloaded then if it fills a group of its own.
                 at_once = self.keep[i] is Keep.RECOMPUTE_OFFLOAD and size >= FIRST_GROUP_BYTES
                 self.offloads[i] = self.program.add(
                     "offload",
                     Queue.D2H,
-                    speeds.copy_s(size, speeds.d2h_bytes_per_s),
+                    self.costs.kept(i, self.keep[i]).offload_s,
                     [before_it, *waits] if at_once else [self.compute],
                 )
 
-    def _fetch(self, i: int) -> int | None:
+    def _fetch(self, i: int) -> int:
         """Prefetch the offloaded weights of a layer while its predecessor runs; parts of them one layer earlier."""
-        if i not in self.fetched:
-            return None
         # Issued in that layer's pre-forward hook: its start cannot be a wait, the end of the layer before can.
-        entered = self.compute
-        for _ in range(self._ahead):
-            entered = None if entered is None else self._previous_compute(entered)
-        steps = [self.hosts[u] for u in self._of(i) if u in self.hosts]
-        speeds = self.costs.speeds
-        seconds = speeds.copy_s(self.costs.layers[i].layer.weight_bytes, speeds.h2d_bytes_per_s)
-        return self.program.add("fetch", Queue.H2D, seconds, [entered, *steps])
-
-    def _previous_compute(self, number: int) -> int | None:
-        works = self.program.works
-        return next((i for i in reversed(range(number)) if works[i].queue is Queue.COMPUTE), None)
+        entered = self._computes[-1 - self._ahead] if len(self._computes) > self._ahead else NOTHING
+        steps = [self.hosts[u] for u in self._of[i] if u in self.hosts]
+        return self.program.add("fetch", Queue.H2D, self.costs.layers[i].fetch_s, [entered, *steps])
 
     def backward(self, *, last: bool) -> None:
         """Append a backward.
@@ -140,55 +126,50 @@ class StepTimeline:
             last: whether it is the step's last microbatch, during which gradients are offloaded and state is
                 prefetched.
         """
-        costs, speeds = self.costs, self.costs.speeds
+        costs, moved = self.costs, self.costs.moved(self.choice)
         reloads: dict[int, int] = {}
         released = self.leaving[: max(0, len(costs.repeated) - self.window)]
         waiting = list(released)
         downloads: list[int] = []
-        left_before: list[int | None] = [None] * _IN_FLIGHT
+        left_before = [NOTHING] * LAYERS_IN_FLIGHT
         leaves = last or self.choice.gradients_on_host
-        each_s = [self._backward_s(i) for i in range(len(costs.layers))]
-        left_s = sum(each_s)
+        left_s = sum(self._backward_s)
         for i in reversed(range(len(costs.layers))):
-            if costs.layers[i].layer.repeated:
-                limit = costs.repeated.index(i) - self.window
-                while waiting and costs.repeated.index(waiting[-1]) >= limit:
-                    u = waiting.pop()
-                    size = costs.layers[u].held_bytes(self.keep[u])
-                    reloads[u] = self.program.add(
-                        "reload",
-                        Queue.H2D,
-                        speeds.copy_s(size, speeds.h2d_bytes_per_s),
-                        [self.compute, self.offloads.get(u)],
-                    )
+            cost = costs.layers[i]
+            while waiting and cost.layer.repeated and self._place[waiting[-1]] >= self._place[i] - self.window:
+                u = waiting.pop()
+                seconds = costs.kept(u, self.keep[u]).reload_s
+                reloads[u] = self.program.add(
+                    "reload", Queue.H2D, seconds, [self.compute, self.offloads.get(u, NOTHING)]
+                )
             if last:
                 self._stage(i, left_s)
-            cost = costs.layers[i]
-            units = [u for u in self._of(i) if self.units[u].placement is Placement.HOST]
-            seconds = each_s[i]
-            left_s -= seconds
-            fetch = self._fetch(i) if costs.workload.fetched_anew else None
-            waits = [reloads.get(i), fetch, left_before[-_IN_FLIGHT]]
-            self.compute = self.program.add(f"backward/{cost.layer.name}", Queue.COMPUTE, seconds, waits)
-            for u in reversed(units if leaves else []):
-                unit = self.units[u]  # accumulated gradients are offloaded as they are, summands as they come
-                as_made = self.choice.gradients_on_host and not costs.workload.reduced_in_fp32
-                size = unit.weight_bytes if as_made else unit.gradient_bytes
-                copy_s = speeds.copy_s(size, speeds.d2h_bytes_per_s)
+            left_s -= self._backward_s[i]
+            fetch = self._fetch(i) if i in self.fetched and costs.workload.fetched_anew else NOTHING
+            waits = [reloads.get(i, NOTHING), fetch, left_before[-LAYERS_IN_FLIGHT]]
+            self.run(f"backward/{cost.layer.name}", self._backward_s[i], waits)
+            for u in reversed(self._of[i] if leaves else []):
+                if u not in moved.gradients_of:
+                    continue
+                copy_s, added_s = moved.gradients_of[u]
                 landing_free = self.added[-LANDING_BUFFERS : 1 - LANDING_BUFFERS]
                 downloads.append(self.program.add("gradient", Queue.D2H, copy_s, [self.compute, *landing_free]))
                 if self.choice.gradients_on_host:
-                    added_s = (size + 2 * SUM_BYTES * unit.numel) / HOST_STEP_BYTES / speeds.host_parameters_per_s
                     self.added.append(self.program.add("add", Queue.HOST, added_s, [downloads[-1]]))
-            left_before.append(downloads[-1] if downloads else None)
+            left_before.append(downloads[-1] if downloads else NOTHING)
         self.downloaded = downloads[-1:]
 
-    def _backward_s(self, i: int) -> float:
-        cost = self.costs.layers[i]
-        numel = sum(self.units[u].numel for u in self._of(i))
-        return cost.backward_s + cost.again_s(self.keep.get(i, Keep.KEEP)) + numel * self.costs.accumulation_s
+    @cached_property
+    def _backward_s(self) -> Sequence[float]:
+        """Return the compute seconds of each layer's backward."""
+        costs, found = self.costs, []
+        for i, cost in enumerate(costs.layers):
+            numel = sum([self.units[u].numel for u in self._of[i]])
+            again_s = costs.kept(i, self.keep.get(i, Keep.KEEP)).again_s
+            found.append(cost.backward_s + again_s + numel * costs.accumulation_s)
+        return found
 
-    def _read(self, u: int, waits: Sequence[int | None]) -> None:
+    def _read(self, u: int, waits: Sequence[int]) -> None:
         speeds = self.costs.speeds
         seconds = speeds.copy_s(self.units[u].state_bytes, speeds.h2d_bytes_per_s)
         self.reads[u] = self.program.add("read", Queue.H2D, seconds, waits)
@@ -209,14 +190,14 @@ class StepTimeline:
                 break
             self._reading_s = max(self._reading_s, passed_s)
             self._read(self.streamed[at], [self.compute, *self.writes[-1:]])
-            self._reading_s += self.program.works[self.reads[self.streamed[at]]].seconds
+            self._reading_s += self.program.seconds[self.reads[self.streamed[at]]]
 
     def step(self) -> None:
         """Append the norm, the optimizer steps and the uploads, in order of use in forward."""
         costs, speeds, program = self.costs, self.costs.speeds, self.program
         on_device = sum(u.device_s for u in self.units if u.placement is Placement.DEVICE)
         norm_s = sum(u.gradient_bytes for u in self.units) / speeds.traffic_bytes_per_s
-        norm = self.compute = program.add("step", Queue.COMPUTE, on_device + norm_s, [self.compute])
+        norm = self.run("step", on_device + norm_s, [self.compute])
         self.hosts, self.arrivals, self.writes = {}, {}, []
         following = iter(enumerate(self.streamed[len(self.reads) :], len(self.reads)))
         steps: list[int] = []
@@ -307,11 +288,11 @@ def predict_of(costs: Costs, choice: Choice, needs: Needs) -> Prediction:
     """
     microbatches = costs.workload.microbatches
     units = costs.units(choice)
-    pair_s, pair_busy_s = _middle_s(costs, StepTimeline(costs, choice, needs, units)) if microbatches > 2 else (0.0, {})
+    pair_s, pair_busy_s = _between_s(costs, choice, needs) if microbatches > 2 else (0.0, {})
     step = StepTimeline(costs, choice, needs, units)
     marks = []
     for _ in range(2):
-        first = len(step.program.works)
+        first = len(step.program.names)
         step.backward(last=True)
         step.step()
         step.forward(first=True)
@@ -319,49 +300,81 @@ def predict_of(costs: Costs, choice: Choice, needs: Needs) -> Prediction:
             step.backward(last=False)
             step.forward(first=False)
         if microbatches > 2:
-            step.compute = step.program.add("middle", Queue.COMPUTE, (microbatches - 2) * pair_s)
-        marks.append((first, len(step.program.works)))
+            step.run("middle", (microbatches - 2) * pair_s)
+        marks.append((first, len(step.program.names)))
     timeline = run(step.program, costs.speeds.slowdown)
     return _prediction(costs, step.program, timeline, marks, pair_s, pair_busy_s)
 
 
-def least_s(costs: Costs, choice: Choice) -> float:
+def least_s(costs: Costs, choice: Choice, needs: Needs) -> float:
     """Return a lower bound on the seconds of `predict`, where all buckets are of the workload's layers.
 
-    The bound is compute alone, plus the work of CPU or PCIe between a step and the end of the next forward.
+    No part of a step is shorter than its compute, nor than what the other lanes do in it: in the last backward until
+    the norm is known and all gradients are on the host; from then to the last layer of the next forward; and in each
+    microbatch in between.
     """
-    units, speeds = costs.units(choice), costs.speeds
-    device_s = sum(u.device_s for u in units if u.placement is Placement.DEVICE)
-    norm_s = sum(u.gradient_bytes for u in units) / speeds.traffic_bytes_per_s
-    microbatches_s = costs.workload.microbatches * _computed_s(costs, costs.keep_of(choice))
-    host_s = sum(u.host_s for u in units if u.placement is Placement.HOST)
-    written = sum(u.state_bytes for u in units if u.placement is Placement.STREAMED)
-    forward_s = sum(c.forward_s for c in costs.layers)
-    behind_s = max(host_s, written / speeds.d2h_bytes_per_s) - forward_s
-    return (microbatches_s + device_s + norm_s + max(0.0, behind_s)) * _ROUNDING
+    workload, layers, lanes = costs.workload, costs.layers, costs.lanes_s
+    kept = [costs.kept(i, keep) for i, keep in costs.keep_of(choice).items()]
+    reloads_s = sum(cost.reload_s for cost in kept)
+    # Forward waits for the copies of as many first layers as offload anything.
+    leaving = sum(cost.offload_s > 0 for cost in kept)
+    offloads_s = sum(cost.offload_s for cost in kept[:leaving])
+    names = choice.offloaded_weights
+    fetches = [cost.fetch_s for cost in layers if cost.layer.name in names] if names else []
+    # The first ones may begin before the pass does.
+    ahead = weight_prefetch_depth(gathered=workload.ranks > 1)
+    fetch_s = max(0.0, sum(fetches) - ahead * max(fetches, default=0.0))
+    fetch_again_s = fetch_s if workload.fetched_anew else 0.0
+    moved = costs.moved(choice)
+    forward_s = sum(cost.forward_s for cost in layers)
+    backward_s = _computed_s(costs, choice) - forward_s
+    backward_s = max(backward_s, reloads_s + fetch_again_s)
+    normed_s = backward_s + moved.device_s
+    host_begins_s = max(normed_s, lanes(moved.gradients_s, 0.0, moved.added_s))
+    read_s = sum(moved.reads_s)
+    staged_s = sum(moved.reads_s[: moved.staged(needs.slots)])
+    prefetched_s = min(staged_s, max(0.0, host_begins_s - reloads_s - fetch_again_s))
+    uploads_s = moved.uploads_s - sum(moved.uploads_by_layer.get(name, 0.0) for name in names)
+    to_device_s = uploads_s + fetch_s + read_s - prefetched_s
+    behind_s = lanes(moved.writes_s + offloads_s, to_device_s, moved.host_s) + layers[-1].forward_s
+    total_s = max(normed_s + forward_s, host_begins_s + behind_s)
+    if workload.microbatches > 1:
+        summed = choice.gradients_on_host
+        between_s = lanes(moved.gradients_between_s, 0.0, moved.added_between_s) if summed else 0.0
+        forward_s = max(forward_s, lanes(offloads_s, fetch_again_s, 0.0))
+        total_s += (workload.microbatches - 1) * (max(backward_s, between_s) + forward_s)
+    return total_s * _ROUNDING
 
 
-def _computed_s(costs: Costs, keeps: Mapping[int, Keep]) -> float:
+def _computed_s(costs: Costs, choice: Choice) -> float:
     """Return the compute seconds of one microbatch, with the accumulation of its gradients."""
-    again = sum(costs.layers[i].again_s(keep) for i, keep in keeps.items())
+    again = sum(costs.kept(i, keep).again_s for i, keep in costs.keep_of(choice).items())
     computed = sum(c.forward_s + c.backward_s for c in costs.layers)
     return computed + again + sum(costs.numels) * costs.accumulation_s
+
+
+def _between_s(costs: Costs, choice: Choice, needs: Needs) -> tuple[float, Mapping[Queue, float]]:
+    """Return `_middle_s`, cached by what it depends on: placements matter where gradients are offloaded."""
+    key = choice.activations, choice.offloaded_weights, choice.placements if choice.gradients_on_host else ()
+    if key not in costs.between_s:
+        costs.between_s[key] = _middle_s(costs, StepTimeline(costs, choice, needs, costs.units(choice)))
+    return costs.between_s[key]
 
 
 def _middle_s(costs: Costs, step: StepTimeline) -> tuple[float, Mapping[Queue, float]]:
     """Return the seconds of one microbatch among many, not next to a step, and its work per lane, each alone."""
     if not (step.leaving or step.fetched or step.choice.gradients_on_host):
-        computed = _computed_s(costs, step.keep)
+        computed = _computed_s(costs, step.choice)
         return computed, {Queue.COMPUTE: computed}
     ends, first = [], 0
     for _ in range(2):
-        first = len(step.program.works)
+        first = len(step.program.names)
         step.backward(last=False)
         step.forward(first=False)
         ends.append(step.compute)
     timeline = run(step.program, costs.speeds.slowdown)
-    before, after = (timeline.ends_s[e] for e in ends if e is not None)
-    return after - before, busy_s(step.program, first, len(step.program.works))
+    before, after = (timeline.ends_s[e] for e in ends)
+    return after - before, busy_s(step.program, first, len(step.program.names))
 
 
 def _prediction(
@@ -373,7 +386,7 @@ def _prediction(
     pair_busy_s: Mapping[Queue, float],
 ) -> Prediction:
     (_, middle), (_, stop) = marks
-    compute = [i for i, work in enumerate(program.works) if work.queue is Queue.COMPUTE]
+    compute = program.lanes[Queue.COMPUTE]
     ends = [max(i for i in compute if i < mark) for mark in (middle, stop)]
     step_s = timeline.ends_s[ends[1]] - timeline.ends_s[ends[0]]
     busy = busy_s(program, middle, stop)
@@ -389,8 +402,8 @@ def _prediction(
         if stalled > _SHORTEST_S:
             waited["microbatches in between"] = stalled
     forward = sum(c.forward_s for c in costs.layers)
-    names = [i for i in compute if i >= middle and program.works[i].name.startswith("backward")]
-    backward = sum(program.works[i].seconds for i in names) / max(1, min(2, microbatches))
+    names = [i for i in compute if i >= middle and program.names[i].startswith("backward")]
+    backward = sum(program.seconds[i] for i in names) / max(1, min(2, microbatches))
     return Prediction(step_s, busy[Queue.COMPUTE], forward, backward, busy, waited)
 
 
@@ -401,8 +414,7 @@ def _waited(program: Program, timeline: Timeline, compute: list[int]) -> dict[st
         gap = timeline.starts_s[after] - timeline.ends_s[before]
         if gap <= _SHORTEST_S:
             continue
-        work = program.works[after]
-        kind = program.works[max(work.waits, key=lambda w: timeline.ends_s[w])].name
+        kind = program.names[max(set(program.waits[after]) - {NOTHING}, key=lambda w: timeline.ends_s[w])]
         name = _NAMES.get(kind, kind)
         found[name] = found.get(name, 0.0) + gap
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -117,18 +118,21 @@ def decide_staging(
     count = min(most, (limit - later[acquired]) // slot_size_bytes)
     same = max(most_bytes, later[acquired] + count * slot_size_bytes)
     lowest = list(accumulate((spans[i].bucket or 0 for i in triggers), min))
-    # Triggers of buckets lower than all before them.
+    # Triggers of buckets lower than all before them, and the room that is needed at each: ever less.
     first = [i for i, low in zip(triggers, lowest, strict=True) if spans[i].bucket == low]
+    needed = [-later[i] for i in first]
+    layers = [span for span in spans if span.layer is not None]
+    highest = list(accumulate((span.peak_bytes for span in layers), max))
 
     def acquired_at(buffers: int) -> int:
         """Return the bucket at whose trigger there is room for so many buffers."""
-        room = same - buffers * slot_size_bytes
-        return next((spans[i].bucket or 0 for i in first if later[i] <= room), acquire_at) if early else acquire_at
+        at = bisect_left(needed, buffers * slot_size_bytes - same) if early else len(first)
+        return spans[first[at]].bucket or 0 if at < len(first) else acquire_at
 
     def released_at(buffers: int) -> str | None:
         """Return the first layer before whose forward there is no room for so many buffers."""
-        room = limit - buffers * slot_size_bytes
-        return next((span.layer for span in spans if span.layer is not None and span.peak_bytes > room), None)
+        at = bisect_right(highest, limit - buffers * slot_size_bytes)
+        return layers[at].layer if at < len(layers) else None
 
     numbers = range(1, count + 1)
     return StagingDecision(count, tuple(map(acquired_at, numbers)), tuple(map(released_at, reversed(numbers))))
