@@ -145,7 +145,10 @@ class OffloadedWeights:
         self.schedule: Schedule = lower_weights(shape)
         """Lowered schedule for one step."""
 
-        self.residency = Residency(backend, chosen.layers, shape.prefetch_depth)
+        asleep = None if copies is None else copies.sleeper.asleep
+        self.residency = Residency(backend, chosen.layers, shape.prefetch_depth, asleep)
+        if copies is not None:
+            copies.sleeper.fetchers.add(self.residency)
         self._of_storage = {
             w.storage._cdata: (i, w) for i, held in enumerate(chosen.layers) if held for w in held.weights
         }
