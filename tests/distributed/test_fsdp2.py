@@ -225,8 +225,14 @@ SLEPT: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", SLEPT)
 def test_parts_that_sleep_change_no_bit(pair: World, on_device: Any, case: str) -> None:
-    """Seen red: with parts that are gathered while they are asleep, with tensors of FSDP2 that count as others'."""
+    """Seen red: with tensors of FSDP2 that count as others', with unsharded weights that are not resharded first."""
     options = dict(SLEPT[case])
     found = trained(pair, "host" if "weights" in options else "mixed", nap=True, **options)
     options.pop("weights", None)
     assert_same_bits(found, on_device(pair, **options))
+
+
+def test_frozen_parts_are_not_gathered_while_they_are_asleep(pair: World) -> None:
+    """Seen red: memory that was freed was read."""
+    for before, after in pair.run("away_cases.asleep"):
+        assert after == before

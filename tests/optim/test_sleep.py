@@ -272,7 +272,10 @@ def test_a_budget_frees_at_least_that_and_no_more_than_it_needs() -> None:
     whole = optimizer.plan.state_bytes
     report = optimizer.sleep(device_bytes=whole // 4)
     assert whole // 4 <= sum(report.freed_bytes.values()) < whole
-    assert set(report.freed_bytes) == {"state"}
+    assert optimizer.asleep == tuple(report.freed_bytes) == ("state",)
+    assert {stays.kind for stays in report.stays} == {"state", "weights"}
+    with torch.no_grad():
+        loss_of(model, 1)  # weights are awake
     more = optimizer.sleep(device_bytes="1KiB")
     assert more.freed_bytes
     optimizer.sleep()
@@ -472,6 +475,10 @@ def test_what_cannot_be_meant_raises() -> None:
     with pytest.raises(ModelError, match="buffers of their owner"):
         manual.sleep()
     nap(manual, ("state",))
+    handle = model.head.weight.register_hook(lambda _: optimizer.sleep() and None)
+    with pytest.raises(ModelError, match="inside backward"):
+        loss_of(model, 0).backward()
+    handle.remove()
     optimizer._executor.read_by_graph = True
     with pytest.raises(ModelError, match="CUDA graph"):
         optimizer.sleep(("weights",))

@@ -1111,7 +1111,7 @@ class AdamW(torch.optim.Optimizer):
             kinds: of "state", "gradients" and "weights". "state": what is stored on the device of it. "weights": of the
                 whole module, frozen ones too, if the optimizer knows it.
             device_bytes: how many bytes to free at least (or a text such as "10GiB"): whole storages leave until they
-                are reached, state first and weights last. None: all leave.
+                are reached, state first and weights last, and only kinds of which some leave are asleep. None: all.
 
         Returns:
             What was freed, by hostward's, torch's and the driver's count, and what stayed and why: weights of which

@@ -317,9 +317,8 @@ class Sharded:
         if stream is None:
             self.before_use(parameters)
             return
-        self._executor.asleep.require(
-            Kinds.WEIGHTS, "weights are gathered"
-        )  # of frozen ones the executor knows nothing
+        # The executor does not know frozen weights, and their fence lets FSDP2 itself read.
+        self._executor.asleep.require(Kinds.WEIGHTS, "weights are gathered")
         # The compute stream does not wait: its remaining work would then have to finish before the gather.
         for layer in self._layers_of(parameters):
             self._executor.wait_on_stream(layer, stream)

@@ -7,6 +7,8 @@ memory is kept, so that a later sleep only copies.
 
 from __future__ import annotations
 
+import functools
+import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -197,7 +199,10 @@ class Sleeper:
         parts.executor.rest()
         before = backend.device_memory(release=False)
         found, stays = self._found(parts, kinds)
-        chosen = found if budget is None else _within(found, budget, stays)
+        chosen = found
+        if budget is not None:
+            chosen = _within(found, budget, stays)
+            kinds = functools.reduce(operator.or_, (memory.kind for memory in chosen))
         pinned_before = 0 if self._arena is None else self._arena.slab_bytes
         self._copy_out(backend, chosen)
         if Kinds.WEIGHTS in kinds and Kinds.WEIGHTS not in self.asleep.kinds:
@@ -487,6 +492,8 @@ def _parameters(parts: Parts) -> list[torch.nn.Parameter]:
 def require_possible(kinds: Kinds, parts: Parts, *, manual: bool, captured: bool) -> None:
     """Raise ModelError where memory of these kinds must not move. `captured`: a CUDA graph writes the gradients."""
     here = kinds & (Kinds.GRADIENTS | Kinds.WEIGHTS)
+    if torch._C._current_graph_task_id() != -1:
+        raise ModelError("sleep() inside backward", why="it goes on with what would be freed", fix="call it afterwards")
     if parts.backend.capturing():
         raise ModelError("sleep() while a CUDA graph is captured", fix="call it after the capture")
     if here and manual:
