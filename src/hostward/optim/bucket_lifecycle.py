@@ -302,6 +302,10 @@ class Kinds(Flag):
         return [str(kind.name).lower() for kind in self]
 
 
+AWAKE = Kinds.NONE
+"""Nothing is asleep. Whoever is called for every weight compares with this by identity before it asks `require`."""
+
+
 class Asleep:
     """Holds which kinds of device memory are asleep, in one value, and refuses what needs them.
 
@@ -313,7 +317,7 @@ class Asleep:
     __slots__ = ("kinds",)
 
     def __init__(self) -> None:
-        self.kinds = Kinds.NONE
+        self.kinds = AWAKE
 
     def require(self, needed: Kinds, use: str) -> None:
         """Raise AsleepError if one of the kinds `needed` is asleep. `use`: what is refused, the error's subject."""

@@ -21,7 +21,16 @@ from hostward.core.placement import Placement
 from hostward.errors import ModelError, NativeError, OrderingError
 from hostward.model.fence import unfenced
 from hostward.model.parameters import ParamRecord
-from hostward.optim.bucket_lifecycle import SENT, Asleep, BucketPhase, BucketStep, Kinds, LayerPhase, LayerStep
+from hostward.optim.bucket_lifecycle import (
+    AWAKE,
+    SENT,
+    Asleep,
+    BucketPhase,
+    BucketStep,
+    Kinds,
+    LayerPhase,
+    LayerStep,
+)
 from hostward.optim.bucket_state import BucketState, allocate_gradients
 from hostward.optim.host_accumulation import HostGradAccumulator
 from hostward.optim.op_binding import Bindings, Memory, Schedules, mixed_gradients
@@ -305,7 +314,8 @@ class StepExecutor:
         Raises:
             ModelError: gradients of one bucket differ in dtype.
         """
-        self.asleep.require(Kinds.GRADIENTS, f"a gradient of {name!r} is taken")
+        if self.asleep.kinds is not AWAKE:
+            self.asleep.require(Kinds.GRADIENTS, f"a gradient of {name!r} is taken")
         if not self.in_step:
             self._begin_step()
         # Hooks of one backward run on as many streams as its forward did. What is copied next waits for all of them.
@@ -664,7 +674,8 @@ class StepExecutor:
     @serialised
     def wait_for_params(self, name: str) -> None:
         """Make the caller's stream wait for the weights of a layer it is about to use, and nothing else."""
-        self.asleep.require(Kinds.WEIGHTS, f"layer {name!r} is used")
+        if self.asleep.kinds is not AWAKE:
+            self.asleep.require(Kinds.WEIGHTS, f"layer {name!r} is used")
         if capturing := self._backend.capturing():
             self.read_by_graph = True
         layer = self._layers.get(name)  # None: other ranks hold all of its parameters
@@ -757,7 +768,8 @@ class StepExecutor:
 
         The compute stream may have waited already, or does so later.
         """
-        self.asleep.require(Kinds.WEIGHTS, f"layer {name!r} is used")
+        if self.asleep.kinds is not AWAKE:
+            self.asleep.require(Kinds.WEIGHTS, f"layer {name!r} is used")
         layer = self._layers.get(name)
         if layer is None:
             return
@@ -787,7 +799,8 @@ class StepExecutor:
         """
         if self.issuing:
             return  # by the step's own operations, seen by another dispatch mode
-        self.asleep.require(Kinds.WEIGHTS, f"weight {next(iter(names), None)!r} is read")
+        if self.asleep.kinds is not AWAKE:
+            self.asleep.require(Kinds.WEIGHTS, f"weight {next(iter(names), None)!r} is read")
         backend = self._backend
         if backend.capturing():
             for name in names:
