@@ -302,6 +302,7 @@ USES: dict[str, tuple[str, Callable[[Net, hostward.AdamW, Path], object]]] = {
     "a copy of the model": ("weights", lambda m, o, _: copy.deepcopy(m)),
     "weights' state dict": ("weights", lambda m, o, _: m.state_dict()),
     "weights loaded": ("weights", lambda m, o, _: m.load_state_dict(Net().state_dict())),
+    "attach": ("weights", lambda m, o, _: hostward.attach(m, o, weights=1, layers=list(m.blocks))),
     "weights waited for": ("weights", lambda m, o, _: o.wait_for_weights()),
     "the step": ("state", lambda m, o, _: o.step()),
     "the state dict": ("state", lambda m, o, _: o.state_dict()),
@@ -412,6 +413,8 @@ def test_offloaded_weights_stay_where_they_are() -> None:
                     loss_of(model, 9)
                 with pytest.raises(AsleepError):
                     model.blocks[0].up.weight.sum()
+                with pytest.raises(AsleepError):
+                    run.detach()
                 assert run.report().weights.here_bytes == 0  # type: ignore[union-attr]
                 optimizer.wake()
             optimizer.step()

@@ -523,7 +523,8 @@ class AdamW(torch.optim.Optimizer):
         return self._executor.schedule
 
     def weight_copies(self) -> WeightCopies:
-        """Return the host copies that the CPU optimizer step writes, for weight offloading."""
+        """Return the host copies that the CPU optimizer step writes, for weight offloading. Raises AsleepError."""
+        self._sleeper.asleep.require(Kinds.WEIGHTS, "attach() is called")
         return WeightCopies(
             self._tracked, self._states, self._executor, self._watch, self._access, self._follow_weights, self._sleeper
         )

@@ -205,14 +205,16 @@ class Sleeper:
             kinds = functools.reduce(operator.or_, (memory.kind for memory in chosen))
         pinned_before = 0 if self._arena is None else self._arena.slab_bytes
         self._copy_out(backend, chosen)
-        if Kinds.WEIGHTS in kinds and Kinds.WEIGHTS not in self.asleep.kinds:
+        anew = kinds & ~self.asleep.kinds
+        if Kinds.WEIGHTS in anew:
             self._known = parts.watch.known()
+        self._moved += chosen
+        self.asleep.kinds |= kinds  # the host has the bytes: from here on waking is right, wherever this is interrupted
+        if Kinds.WEIGHTS in anew:
             self._fence = Fence(_parameters(parts), _Refusal(self.asleep))
             up(self._fence.entries())
         if Kinds.GRADIENTS in kinds:
             self._stand_in(parts, {m.storage._cdata for m in chosen if m.kind is Kinds.GRADIENTS})
-        self._moved += chosen
-        self.asleep.kinds |= kinds  # from here on the host has the bytes, and waking copies them back
         freed: Counter[str] = Counter()
         for memory in chosen:
             freed[memory.kind.names[0]] += memory.nbytes
