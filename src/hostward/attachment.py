@@ -556,7 +556,12 @@ class Attachment:
         Host memory is kept if autograd still needs it, or during the capture of a CUDA graph: then a second call
         returns it later. CUDA graphs that were captured before must not be replayed afterwards, because the host memory
         that they copy to has been freed.
+
+        Raises:
+            AsleepError: weights are offloaded and asleep (`AdamW.sleep`). Nothing has been undone then.
         """
+        if self._weights is not None:
+            self._weights.require_awake()
         for undo in (*(wrapped.undo for wrapped in self._wrapped), *self._also_undone):
             undo()
         if self._layer_calls is not None:

@@ -81,6 +81,10 @@ class ModelError(HostwardError):
     """Report a model or parameter that the optimizer does not support, or a change of one that it cannot follow."""
 
 
+class AsleepError(ModelError):
+    """Report a use of weights, gradients or state that `AdamW.sleep` has moved to the host."""
+
+
 class PlacementError(HostwardError):
     """Report an operand in the wrong memory: host memory given to a device kernel, or the reverse."""
 

@@ -107,7 +107,7 @@ def saved_beside_training(tmp_path: Path, mode: api.Mode, mix: str, dtype: str, 
 
 @pytest.mark.usefixtures("slow_reads")
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("change", ["load_state_dict", "reseed", "add_param_group", "step"])
+@pytest.mark.parametrize("change", ["load_state_dict", "reseed", "add_param_group", "step", "sleep"])
 def test_whatever_changes_the_state_waits_until_it_is_read(tmp_path: Path, mode: api.Mode, change: str) -> None:
     model, optimizer = make("mixed", torch.bfloat16)
     step(model, optimizer, 0)
@@ -122,6 +122,9 @@ def test_whatever_changes_the_state_waits_until_it_is_read(tmp_path: Path, mode:
         optimizer.reseed()
     elif change == "step":
         step(model, optimizer, 1)
+    elif change == "sleep":
+        optimizer.sleep()
+        optimizer.wake()
     else:
         extra = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
         optimizer.add_param_group({"params": [("extra", extra)]})

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 import hostward
 from hostward.checkpoint import api
+from hostward.errors import AsleepError
 from hostward.runtime.backend import Event, Held
 from hostward.runtime.simulated.backend import SimulatedBackend
 
@@ -105,6 +106,24 @@ def frozen(*, away: bool) -> dict[str, Any]:
     model.reshard()
     weights = {name: digest(p) for name, p in model.named_parameters()}
     return {"weights": weights, "freed": found and found.freed_bytes, "fetched": found and found.fetched_bytes}
+
+
+def asleep() -> tuple[dict[str, str], dict[str, str]]:
+    """Bits of frozen blocks, which the optimizer does not have, before and after a sleep in which one was called."""
+    model: Any = Net()
+    for block in model.blocks:
+        block.requires_grad_(False)
+        fully_shard(block, mesh=mesh_of("all"))
+    fully_shard(model, mesh=mesh_of("all"))
+    optimizer = adamw(model, "mixed", "late")
+    trained(model, optimizer, 0)
+    before = {name: digest(p) for name, p in model.named_parameters()}
+    assert not optimizer.sleep().stays
+    try:
+        model.blocks[0](torch.zeros(4, model.blocks[0].up.in_features))
+    except AsleepError:
+        optimizer.wake()
+    return before, {name: digest(p) for name, p in model.named_parameters()}
 
 
 def fail_between_blocks(model: Any) -> None:

@@ -176,6 +176,19 @@ def snapshot(model: torch.nn.Module, optimizer: hostward.AdamW) -> dict[str, str
     return found
 
 
+def take_nap(model: torch.nn.Module, optimizer: hostward.AdamW) -> None:
+    """All of it sleeps, without exception, and nobody gathers it meanwhile."""
+    report = optimizer.sleep()
+    assert not report.stays, report.explain()
+    assert report.freed_bytes["weights"] > 0
+    try:
+        loss_of(model, 3)
+    except hostward.errors.AsleepError:
+        optimizer.wake()
+    else:
+        raise AssertionError("a forward while weights are asleep")
+
+
 def train(
     mix: str = "device",
     order: str = "eager",
@@ -193,6 +206,7 @@ def train(
     weights: int | None = None,
     sums_in_fp32: bool = False,
     by_hand: bool = False,
+    nap: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Weights, state, norms and losses after some steps, and where buckets were.
@@ -205,6 +219,7 @@ def train(
         evaluate: the model is evaluated between backward and step.
         write: somebody else writes into a part before each step.
         by_hand: gradients are taken out of `.grad` after each microbatch, and added up here.
+        nap: everything sleeps before the first forward, before each step and after it.
     """
     model = sharded(**(network or {}))
     if sums_in_fp32:
@@ -214,7 +229,9 @@ def train(
     if activations or weights:
         run = hostward.attach(model, optimizer, activations=EVERYTHING if activations else None, weights=weights)
     told: list[Any] = []
+    rest = functools.partial(take_nap, model, optimizer) if nap else int
     for step in range(steps):
+        rest()
         if clear:
             optimizer.zero_grad()
         if by_hand:
@@ -228,6 +245,7 @@ def train(
             optimizer.wait_for_weights()
             with torch.no_grad():
                 model.blocks[0].up.weight.to_local().mul_(1.5)  # type: ignore[union-attr, operator]
+        rest()
         optimizer.step()
         told.append((optimizer.grad_norm.hex(), optimizer.last_step_skipped))
     with torch.no_grad():

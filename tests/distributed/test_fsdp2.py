@@ -213,3 +213,26 @@ def test_a_rank_that_cannot_place_tells_the_others(pair: World) -> None:
     """They would wait for it until the limit of their process group."""
     found = pair.run("sharded_cases.placed_where_one_rank_has_less")
     assert found == ["RankError", "MemoryLimitError"]
+
+
+SLEPT: dict[str, dict[str, Any]] = {
+    "in turn": {"order": "late", "steps": 3, "microbatches": 2, "network": {"frozen": True}},
+    "not resharded after forward": {"network": {"reshard_after_forward": False}, "evaluate": True},
+    "gradients stay until the step": {"context": False, "microbatches": 2, "network": {"dtype": "bf16"}},
+    "weights away": {"weights": 2},
+}
+
+
+@pytest.mark.parametrize("case", SLEPT)
+def test_parts_that_sleep_change_no_bit(pair: World, on_device: Any, case: str) -> None:
+    """Seen red: with tensors of FSDP2 that count as others', with unsharded weights that are not resharded first."""
+    options = dict(SLEPT[case])
+    found = trained(pair, "host" if "weights" in options else "mixed", nap=True, **options)
+    options.pop("weights", None)
+    assert_same_bits(found, on_device(pair, **options))
+
+
+def test_frozen_parts_are_not_gathered_while_they_are_asleep(pair: World) -> None:
+    """Seen red: memory that was freed was read."""
+    for before, after in pair.run("away_cases.asleep"):
+        assert after == before

@@ -28,14 +28,14 @@ ALIGNED = 64
 """Bytes; places and buffers begin at multiples of it, for any dtype that they are read as."""
 _TOGETHER_BYTES = 1024 * 1024 * 1024
 """Bytes that are copied at once, so that starting the copying threads takes little of the time."""
-Memory: TypeAlias = tuple[int, int]
-"""Memory of the state: its address and its bytes."""
+Memory: TypeAlias = tuple[int, int, int]
+"""Memory of the state: its storage, its bytes, and its first byte there. The address changes where the state sleeps."""
 _Part: TypeAlias = tuple[Memory, int]
 """A memory of the state, and the number of one of its parts."""
 
 
 def _memory(tensor: torch.Tensor) -> Memory:
-    return tensor.data_ptr(), tensor.nbytes
+    return tensor.untyped_storage()._cdata, tensor.nbytes, int(tensor.storage_offset()) * tensor.itemsize
 
 
 class Snapshot:

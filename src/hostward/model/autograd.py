@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -40,3 +41,14 @@ def inside_checkpoint() -> bool:
     """Return whether tensors saved now go to a checkpoint, which will recompute them."""
     top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return bool(top) and getattr(top[0], "__module__", "") == torch.utils.checkpoint.__name__
+
+
+def is_saved(parameter: torch.nn.Parameter) -> bool:
+    """Return whether a graph has saved a parameter itself, or C++ code holds it."""
+    # The node that accumulates its gradient holds it as well.
+    return parameter._use_count() > _alone() + parameter.requires_grad  # type: ignore[attr-defined, no-any-return]
+
+
+@functools.cache
+def _alone() -> int:
+    return torch.nn.Parameter(torch.empty(0, device="cpu"))._use_count()  # type: ignore[attr-defined, no-any-return]

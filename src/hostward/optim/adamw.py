@@ -29,9 +29,11 @@ from hostward.model.parameters import (
     ParamRegistry,
     check_no_overlap,
     check_trackable,
+    local_of,
     named_groups,
     with_module,
 )
+from hostward.optim.bucket_lifecycle import Kinds
 from hostward.optim.bucket_state import (
     AllocationRequest,
     BucketState,
@@ -80,6 +82,7 @@ from hostward.optim.sharded import (
     require_parts,
     require_sharding,
 )
+from hostward.optim.sleeping import Parts, Sleeper, SleepReport, checked_budget, checked_kinds, require_possible
 from hostward.optim.staging_buffers import CudaGauge, StagingBuffers
 from hostward.optim.state_dict import (
     OWNER,
@@ -127,6 +130,8 @@ log = logging.getLogger("hostward")
 # What a training loop reports to the optimizer between steps: microbatches, waits, traces.
 
 
+_ALL_KINDS = Kinds.STATE | Kinds.GRADIENTS | Kinds.WEIGHTS
+
 ROOT = "root"
 """Layer name of parameters that the module itself owns."""
 
@@ -161,6 +166,7 @@ class Accumulation:
     @_disable_dynamo
     @unfenced
     def __enter__(self) -> None:
+        self._executor.asleep.require(Kinds.GRADIENTS | Kinds.WEIGHTS, "accumulate() begins")
         if self._grad_hooks.inside:
             raise ModelError(
                 "accumulate() inside accumulate()", why="a microbatch is the last one or not", fix="use one block each"
@@ -326,7 +332,7 @@ class AdamW(torch.optim.Optimizer):
         self._waiting: list[ParamRecord] = []
         """Parameters whose weights hostward.move() has left on the CPU, for attach()."""
         self._watch = WeightWatch([])
-        self._readers = Readers()
+        self._readers, self._sleeper = Readers(), Sleeper()
         self._unchanged, self._told_of_writes, self._scaled = True, False, False
         self._memory: Memory
         self._forward_hooks: ForwardHooks | None = None
@@ -356,6 +362,7 @@ class AdamW(torch.optim.Optimizer):
                     why="the optimizer has taken the gradients of the parameters that it has",
                     fix="add it after step() or after zero_grad()",
                 )
+            self._sleeper.asleep.require(_ALL_KINDS, "a parameter group is added")
             self._places = ParamRegistry(self._places.module)
             (param_group,) = named_groups([param_group], self._places)
             self._executor.require_weights_here()
@@ -456,6 +463,7 @@ class AdamW(torch.optim.Optimizer):
             totals=HostGradAccumulator(backend, self._states, self._summed, pinned=self._pin_gradients),
             together=made_together(groups, self._tracked),
             holders=functools.partial(_holders, groups) if self._fenced else None,
+            asleep=self._sleeper.asleep,
             overlap=self._overlap,
             use_torch_optimizer=self._use_torch_optimizer,
         )
@@ -515,9 +523,10 @@ class AdamW(torch.optim.Optimizer):
         return self._executor.schedule
 
     def weight_copies(self) -> WeightCopies:
-        """Return the host copies that the CPU optimizer step writes, for weight offloading."""
+        """Return the host copies that the CPU optimizer step writes, for weight offloading. Raises AsleepError."""
+        self._sleeper.asleep.require(Kinds.WEIGHTS, "attach() is called")
         return WeightCopies(
-            self._tracked, self._states, self._executor, self._watch, self._access, self._follow_weights
+            self._tracked, self._states, self._executor, self._watch, self._access, self._follow_weights, self._sleeper
         )
 
     def layers_attached(self) -> None:
@@ -541,6 +550,7 @@ class AdamW(torch.optim.Optimizer):
             ModelError: a replaced parameter, or a gradient of a kind that cannot be stepped. Nothing has been changed
                 then.
         """
+        self._sleeper.asleep.require(_ALL_KINDS, "step() is called")
         self._executor.require_whole()
         if self._stages is not None:
             require_one_scale(self, self._stages)
@@ -649,6 +659,7 @@ class AdamW(torch.optim.Optimizer):
         Raises:
             ModelError: a name that the optimizer does not track.
         """
+        self._sleeper.asleep.require(Kinds.STATE | Kinds.WEIGHTS, "reseed() is called")
         self._readers.wait()
         self.wait()
         names = [t.name for t in self._tracked] if names is None else list(names)
@@ -736,6 +747,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _settle(self) -> None:
         """Wait until all streams are idle and the state is that of the last step, whole."""
+        self._sleeper.asleep.require(Kinds.STATE | Kinds.WEIGHTS, "the state is read, saved or set")
         check_members(self.param_groups, self._tracked)
         self._follow_weights()
         self._executor.require_whole()
@@ -813,6 +825,7 @@ class AdamW(torch.optim.Optimizer):
     @unfenced
     @torch.no_grad()
     def _load(self, given: Mapping[str, Any]) -> None:
+        self._sleeper.asleep.require(_ALL_KINDS, "load_state_dict() is called")
         check_members(self.param_groups, self._tracked)
         state = given.get("state")
         if isinstance(state, Unmoved) and state.is_of(self):
@@ -1007,6 +1020,7 @@ class AdamW(torch.optim.Optimizer):
                 the step before may still be read, because `wait_for_gradients` was not called.
         """
         self._access.require(name)
+        self._sleeper.asleep.require(Kinds.GRADIENTS, "take_gradient() is called")
         if not self._overlap:
             raise ModelError("take_gradient() with overlap=False", fix="leave overlap out, or set .grad")
         if borrowed and self._borrowed is Borrowed.STEPPED:
@@ -1072,6 +1086,82 @@ class AdamW(torch.optim.Optimizer):
         this: the capture reports it.
         """
         self._grad_hooks.captured = True
+
+    @_disable_dynamo
+    @unfenced
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def sleep(
+        self,
+        kinds: Collection[str] = ("state", "gradients", "weights"),
+        *,
+        device_bytes: int | str | None = None,
+    ) -> SleepReport:
+        """Move what training holds in device memory to pinned host memory, so that another program can use the device.
+
+            optimizer.sleep()  # or ("state", "gradients"), to generate with the weights that are trained
+            ...  # generate
+            optimizer.wake()
+
+        It may be called at any time between two operations of the loop: before the first step, between microbatches,
+        before `step`, while a checkpoint is written in the background (it waits for the writer), twice. Training goes
+        on after `wake` with the bits of a run that never slept. The pinned memory is kept for the next sleep. Under
+        FSDP2 every rank moves its own parts.
+
+        Args:
+            kinds: of "state", "gradients" and "weights". "state": what is stored on the device of it. "weights": of the
+                whole module, frozen ones too, if the optimizer knows it.
+            device_bytes: how many bytes to free at least (or a text such as "10GiB"): whole storages leave until they
+                are reached, state first and weights last, and only kinds of which some leave are asleep. None: all.
+
+        Returns:
+            What was freed, by hostward's, torch's and the driver's count, and what stayed and why: weights of which
+            other code holds a view, `.data` or a graph, tied storages, parts of larger buffers.
+
+        Raises:
+            ConfigError: an unknown kind. MemoryLimitError: the host has no room, or `device_bytes` cannot be reached;
+            nothing has moved then. ModelError: gradients or weights in buffers of their owner (`waits="manual"`) or in
+            CUDA graphs; a step was interrupted.
+        """
+        wanted, budget, parts = checked_kinds(kinds), checked_budget(device_bytes), self._parts_of_sleep()
+        captured = self._grad_hooks.captured
+        require_possible(wanted, parts, manual=not self._by_hooks, captured=captured)
+        self._executor.require_whole()
+        self._readers.wait()
+        if not self._sleeper.asleep.kinds:
+            check_members(self.param_groups, self._tracked)
+            self._follow_weights()
+        elif self._places.sharding is not None:
+            self._places.sharding.reshard()
+        report = self._sleeper.sleep(parts, wanted, budget)
+        log.info("%s", report.explain())
+        return report
+
+    @_disable_dynamo
+    @unfenced
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def wake(self, kinds: Collection[str] | None = None) -> None:
+        """Bring what is asleep back to the device, into the same storages, and return when it is there.
+
+        Args:
+            kinds: of "state", "gradients" and "weights"; None: all. What is awake stays so.
+
+        Raises:
+            ConfigError: an unknown kind. MemoryLimitError: the device has no room; everything is asleep still, and
+            `wake` may be called again.
+        """
+        self._sleeper.wake(self._parts_of_sleep(), _ALL_KINDS if kinds is None else checked_kinds(kinds))
+
+    @property
+    def asleep(self) -> tuple[str, ...]:
+        """Return which kinds are asleep, by the names that `sleep` takes."""
+        return tuple(self._sleeper.asleep.kinds.names)
+
+    def _parts_of_sleep(self) -> Parts:
+        places = self._places
+        holders = functools.partial(_holders_of, places.sharding)
+        return Parts(self.backend, self._executor, self._watch, self._tracked, self._states, places.root, holders)
 
     def trace(self) -> Tracing:
         """Return a context that times every operation of the steps inside: `with optimizer.trace() as trace: ...`.
@@ -1177,3 +1267,8 @@ OPTIONS = frozenset(inspect.signature(AdamW).parameters)
 def _holders(groups: Groups | None, t: ParamRecord) -> int:
     """Count the tensors that always use the memory of a parameter's part here: itself, and what FSDP2 has."""
     return groups.holders(t.parameter) if t.sharded and groups is not None else 1
+
+
+def _holders_of(groups: Groups | None, parameter: torch.nn.Parameter) -> int:
+    """Count them for a parameter that the optimizer need not have."""
+    return 1 if groups is None or local_of(parameter) is parameter else groups.holders(parameter)

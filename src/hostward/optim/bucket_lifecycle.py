@@ -1,4 +1,4 @@
-"""Track the life of a bucket within one training step, and of a layer's weights between two steps.
+"""Track the life of a bucket within one training step, of a layer's weights between two steps, and what is asleep.
 
 `StepExecutor` issues operations; what has happened to a bucket or a layer is recorded here and nowhere else. Each
 method is one transition, and raises OrderingError where it is not legal. A transition is recorded after its operations
@@ -15,12 +15,12 @@ have been issued, so one that is interrupted is issued again.
 from __future__ import annotations
 
 from collections.abc import Set
-from enum import Enum
+from enum import Enum, Flag, auto
 
 import torch
 
 from hostward.core.placement import Placement
-from hostward.errors import OrderingError
+from hostward.errors import AsleepError, OrderingError
 
 
 class BucketPhase(Enum):
@@ -283,3 +283,49 @@ class LayerStep:
             why="a wait that is not recorded would be left out, or made twice",
             fix=fix,
         )
+
+
+class Kinds(Flag):
+    """Names what `AdamW.sleep` moves to the host; a value is any set of them."""
+
+    NONE = 0
+    STATE = auto()
+    """Optimizer state that is stored on the device. Asleep: no step, and nothing that reads or sets the state."""
+    GRADIENTS = auto()
+    """Gradients in device memory. Asleep: none is read, added to or taken; weights may be read."""
+    WEIGHTS = auto()
+    """Weights, trained or frozen. Asleep: nobody reads or writes them, and nothing of the optimizer runs."""
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names that a caller gives: "state", "gradients", "weights"."""
+        return [str(kind.name).lower() for kind in self]
+
+
+AWAKE = Kinds.NONE
+"""Nothing is asleep. Whoever is called for every weight compares with this by identity before it asks `require`."""
+
+
+class Asleep:
+    """Holds which kinds of device memory are asleep, in one value, and refuses what needs them.
+
+    Every set may follow every other: a kind falls asleep once its bytes are on the host, before its device memory is
+    freed, and is awake again once its bytes are back. Both are recorded after the copies, so that one that fails or is
+    interrupted leaves the value that tells where the bytes are.
+    """
+
+    __slots__ = ("kinds",)
+
+    def __init__(self) -> None:
+        self.kinds = AWAKE
+
+    def require(self, needed: Kinds, use: str) -> None:
+        """Raise AsleepError if one of the kinds `needed` is asleep. `use`: what is refused, the error's subject."""
+        away = self.kinds & needed
+        if away:
+            names = " and ".join(away.names)
+            raise AsleepError(
+                f"{use} while {names} {'is' if away is Kinds.STATE else 'are'} asleep",
+                why="sleep() has moved the bytes to the host, and freed their device memory",
+                fix="call optimizer.wake() first",
+            )

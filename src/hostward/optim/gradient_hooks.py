@@ -195,6 +195,8 @@ class GradientHooks:
             return
         if moved.fate.now is Where.LOST:
             raise_lost(t.name)
+        if moved.fate.now is Where.ASLEEP:
+            raise moved.error("backward")
         if moved.fate.now is Where.TAKEN and t.name in self.summed:
             self._taker.flush(t.name)
             t.parameter.grad = None

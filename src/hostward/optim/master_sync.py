@@ -69,9 +69,20 @@ class WeightWatch:
 
         Within `present(name)` the weight of that name is on the device.
         """
-        known = [t for t in self._tracked if self.knows(t)]
+        known = self.known()
         self._moving, self._present = names, present or _as_it_is
         self._unlike_others = self._sharded.union(names)
+        self.relocated(known)
+
+    def known(self) -> list[ParamRecord]:
+        """Return the weights whose contents are still the optimizer's own, see `relocated`."""
+        return [t for t in self._tracked if self.knows(t)]
+
+    def relocated(self, known: Iterable[ParamRecord]) -> None:
+        """Follow weights whose memory was freed and allocated again with the same contents.
+
+        `known`: those of them that `known` returned before. What was written into the others is still found.
+        """
         for t in known:
             self._known[t.name] = self._seen(t)
 

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from hostward.errors import ModelError
+from hostward.errors import AsleepError, ModelError
 
 
 class Where(StrEnum):
@@ -20,12 +20,15 @@ class Where(StrEnum):
     """A step was made with it; the next backward starts a new gradient."""
     LOST = "lost"
     """Its backward pass did not end."""
+    ASLEEP = "asleep"
+    """It is on the host until `AdamW.wake`, which puts it back."""
 
 
 _TOLD = {
     Where.TAKEN: "the optimizer took it during backward, and its bytes may be on the host by now",
     Where.USED: "the last step used it up",
     Where.LOST: "the backward pass that made it was interrupted",
+    Where.ASLEEP: "sleep() has moved it to the host, and freed its device memory",
 }
 _FIXES = {
     Where.TAKEN: "clip by max_grad_norm of the optimizer, in a loop of accelerate by accelerator.clip_grad_norm_("
@@ -34,6 +37,7 @@ _FIXES = {
     "the optimizer module=model)",
     Where.USED: "read gradients before step(), or make the optimizer with overlap=False",
     Where.LOST: "call optimizer.zero_grad() and run the microbatches again",
+    Where.ASLEEP: "call optimizer.wake() first",
 }
 
 
@@ -77,11 +81,11 @@ class OffloadedGrad(torch.Tensor):
             # A gradient scaler looks for infinities and applies its factor: the norm does both, a little later.
             moved[0].unscaled(args[1], args[2])
             return None
-        if name in ("zero_", "_foreach_zero_") and all(m.fate.now is not Where.TAKEN for m in moved):
+        if name in ("zero_", "_foreach_zero_") and all(m.fate.now in (Where.USED, Where.LOST) for m in moved):
             return args[0] if name == "zero_" else None
         if name == "_to_copy" and moved[0].fate.now is Where.USED:
             return moved[0]._like(kwargs or {})
-        raise moved[0]._error(name)
+        raise moved[0].error(name)
 
     def _like(self, options: Mapping[str, Any]) -> OffloadedGrad:
         """Return a stand-in with the options of `module.to(...)`, which casts gradients along with weights.
@@ -98,8 +102,10 @@ class OffloadedGrad(torch.Tensor):
         made.fate, made.unscaled = self.fate, self.unscaled
         return made
 
-    def _error(self, use: str) -> ModelError:
-        return ModelError(
+    def error(self, use: str) -> ModelError:
+        """Return the error for a use of the stand-in."""
+        error = AsleepError if self.fate.now is Where.ASLEEP else ModelError
+        return error(
             f"the gradient of parameter {self.parameter_name!r} is not in .grad any more ({use})",
             why=_TOLD[self.fate.now],
             fix=_FIXES[self.fate.now],
@@ -108,19 +114,19 @@ class OffloadedGrad(torch.Tensor):
     # Methods that torch runs in Python or on raw memory, without going through the dispatcher.
 
     def share_memory_(self) -> NoReturn:
-        raise self._error("share_memory_")
+        raise self.error("share_memory_")
 
     def numpy(self, **_: object) -> NoReturn:
-        raise self._error("numpy")
+        raise self.error("numpy")
 
     def tolist(self) -> NoReturn:
-        raise self._error("tolist")
+        raise self.error("tolist")
 
     def __array__(self, *_: object, **__: object) -> NoReturn:
-        raise self._error("__array__")
+        raise self.error("__array__")
 
     def __reduce_ex__(self, _: object) -> NoReturn:
-        raise self._error("pickle")
+        raise self.error("pickle")
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"OffloadedGrad({self.parameter_name!r}, {self.fate.now.value}, {tuple(self.shape)}, {self.dtype})"

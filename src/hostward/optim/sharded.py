@@ -13,6 +13,7 @@ import torch.distributed as dist
 from hostward.distributed.flat_shards import FlatPart, FlatShards
 from hostward.errors import ConfigError, ModelError
 from hostward.model.parameters import ParamRecord, ParamRegistry, local_of
+from hostward.optim.bucket_lifecycle import Kinds
 from hostward.optim.bucket_state import BucketState
 from hostward.optim.gradient_hooks import GradientHooks
 from hostward.optim.step_executor import StepExecutor
@@ -316,11 +317,14 @@ class Sharded:
         if stream is None:
             self.before_use(parameters)
             return
+        # The executor does not know frozen weights, and their fence lets FSDP2 itself read.
+        self._executor.asleep.require(Kinds.WEIGHTS, "weights are gathered")
         # The compute stream does not wait: its remaining work would then have to finish before the gather.
         for layer in self._layers_of(parameters):
             self._executor.wait_on_stream(layer, stream)
 
     def before_use(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._executor.asleep.require(Kinds.WEIGHTS, "weights are gathered")
         self._executor.forward_is_here()  # FSDP2's hooks on gradients run on streams of its own
         for layer in self._layers_of(parameters):
             self._executor.wait_for_params(layer)

@@ -75,6 +75,11 @@ class Pace:
         if self._armed and self._began is None and self._clock is not None:
             self._began = self._clock.stamp(Lane.COMPUTE)
 
+    def interrupted(self) -> None:
+        """Begin anew if this step is timed, because its buffers have been returned before their use."""
+        if self._armed:
+            self.arm()
+
     def issued(self) -> None:
         """Record that the read was issued."""
         if self._began is not None and self._over is None and self._clock is not None:

@@ -21,7 +21,16 @@ from hostward.core.placement import Placement
 from hostward.errors import ModelError, NativeError, OrderingError
 from hostward.model.fence import unfenced
 from hostward.model.parameters import ParamRecord
-from hostward.optim.bucket_lifecycle import SENT, BucketPhase, BucketStep, LayerPhase, LayerStep
+from hostward.optim.bucket_lifecycle import (
+    AWAKE,
+    SENT,
+    Asleep,
+    BucketPhase,
+    BucketStep,
+    Kinds,
+    LayerPhase,
+    LayerStep,
+)
 from hostward.optim.bucket_state import BucketState, allocate_gradients
 from hostward.optim.host_accumulation import HostGradAccumulator
 from hostward.optim.op_binding import Bindings, Memory, Schedules, mixed_gradients
@@ -97,6 +106,7 @@ class StepExecutor:
         together: names of parameters whose gradients are made in one memory, for each such memory.
         holders: how many tensors always use the memory of a parameter's part here, itself among them. None: weights
             of which there are more are not waited for at once.
+        asleep: what `AdamW.sleep` has moved to the host; its use is refused.
         overlap: False: everything happens within `step`.
         use_torch_optimizer: torch.optim.AdamW steps the host buckets.
     """
@@ -113,11 +123,13 @@ class StepExecutor:
         totals: HostGradAccumulator,
         together: Iterable[Sequence[str]],
         holders: Callable[[ParamRecord], int] | None,
+        asleep: Asleep,
         overlap: bool,
         use_torch_optimizer: bool,
     ) -> None:
         self.lock = threading.RLock()
         self._backend, self._states, self._tracked = backend, states, tracked
+        self.asleep = asleep
         self._slots, self._totals, self._overlap = slots, totals, overlap
         self._layer_of_bucket = tuple(layers)
         self._map = bucket_map(states, tracked, together, overlap=overlap)
@@ -302,6 +314,8 @@ class StepExecutor:
         Raises:
             ModelError: gradients of one bucket differ in dtype.
         """
+        if self.asleep.kinds is not AWAKE:
+            self.asleep.require(Kinds.GRADIENTS, f"a gradient of {name!r} is taken")
         if not self.in_step:
             self._begin_step()
         # Hooks of one backward run on as many streams as its forward did. What is copied next waits for all of them.
@@ -319,6 +333,7 @@ class StepExecutor:
 
         The triggers of buckets whose gradients are all among them come together.
         """
+        self.asleep.require(Kinds.GRADIENTS, "gradients are taken")
         if not self.in_step:
             self._begin_step()
         self._held.update(gradients)
@@ -392,6 +407,7 @@ class StepExecutor:
     @serialised
     def reload_gradient(self, name: str) -> torch.Tensor:
         """Return an offloaded gradient, on the device, because more will be added to it; it is then offloaded again."""
+        self.asleep.require(Kinds.GRADIENTS, f"backward adds to the gradient of {name!r}")
         parameter, parts = self._tracked[name].local, self._map.parts[name]
         held = self._held.pop(name, None)
         # Autograd adds in place, which must not happen while a copy still reads.
@@ -435,6 +451,7 @@ class StepExecutor:
 
         `name`: only the gradient of this parameter, because it is about to get another one; None: all.
         """
+        self.asleep.require(Kinds.GRADIENTS, "gradients are taken")
         if name is None:
             waiting = [bucket for bucket in self._accumulating if bucket.unsent]
         else:
@@ -657,6 +674,8 @@ class StepExecutor:
     @serialised
     def wait_for_params(self, name: str) -> None:
         """Make the caller's stream wait for the weights of a layer it is about to use, and nothing else."""
+        if self.asleep.kinds is not AWAKE:
+            self.asleep.require(Kinds.WEIGHTS, f"layer {name!r} is used")
         if capturing := self._backend.capturing():
             self.read_by_graph = True
         layer = self._layers.get(name)  # None: other ranks hold all of its parameters
@@ -676,6 +695,7 @@ class StepExecutor:
     @serialised
     def wait_for_all(self) -> None:
         """Make the caller's stream wait for the weights of all layers."""
+        self.asleep.require(Kinds.WEIGHTS, "weights are read")
         for layer in self._layers.values():
             if layer.phase is LayerPhase.UNREPORTED:
                 layer.reported()
@@ -748,6 +768,8 @@ class StepExecutor:
 
         The compute stream may have waited already, or does so later.
         """
+        if self.asleep.kinds is not AWAKE:
+            self.asleep.require(Kinds.WEIGHTS, f"layer {name!r} is used")
         layer = self._layers.get(name)
         if layer is None:
             return
@@ -777,6 +799,8 @@ class StepExecutor:
         """
         if self.issuing:
             return  # by the step's own operations, seen by another dispatch mode
+        if self.asleep.kinds is not AWAKE:
+            self.asleep.require(Kinds.WEIGHTS, f"weight {next(iter(names), None)!r} is read")
         backend = self._backend
         if backend.capturing():
             for name in names:
@@ -865,6 +889,48 @@ class StepExecutor:
         self._staged, self.in_step = 0, False
         self._follow_slots()
         self._points = self._schedules.points()
+
+    # ---------------------------------------------------------------- sleep
+
+    @serialised
+    def rest(self) -> None:
+        """Complete all that was issued, and return the GPU staging buffers, so that device memory can be taken away.
+
+        A step that has begun goes on afterwards. Raises as `synchronise` does.
+        """
+        if Kinds.WEIGHTS not in self.asleep.kinds:
+            self.wait_for_all()
+        self._release_in_flight()
+        self.synchronise()
+        self._slots.give_back(self._slots.held)
+        self._slots.pace.interrupted()
+        self._staged = 0
+
+    def gradients_here(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
+        """Yield the gradients that are taken and in device memory: name, tensor, whether the memory is its owner's."""
+        for state, buffers in zip(self._states, self._gradients, strict=True):
+            for r, buffer in zip(state.bucket.ranges, buffers, strict=True):
+                if buffer.data.numel():
+                    yield r.name, buffer.data, buffer.borrowed
+        for name, gradient in self._held.items():
+            yield name, gradient, False
+
+    def weight_views(self, name: str) -> int:
+        """Return how many tensors the executor has over a weight's memory."""
+        return self._targets.ours(name)
+
+    @serialised
+    def woken(self) -> None:
+        """Follow state and gradients whose device memory was allocated again, on the current stream."""
+        streams = self._sources(self._backend.compute_key())
+        for bucket, buffers in zip(self._buckets, self._gradients, strict=True):
+            for buffer in buffers:
+                buffer.point_to(buffer.data)
+            if bucket.on_device:
+                bucket.streams |= streams
+        for buffer in (buffer for state in self._states for buffer in state.buffers()):
+            buffer.point_to(buffer.data)
+        self._bindings.forget()
 
     # ---------------------------------------------------------------- issuing
 

@@ -13,6 +13,7 @@ from hostward.core.placement import Placement
 from hostward.model.parameters import ParamRecord
 from hostward.optim.bucket_state import BucketState, pieces
 from hostward.optim.master_sync import WeightWatch
+from hostward.optim.sleeping import Sleeper
 from hostward.optim.state_dict import StateAccess
 from hostward.optim.step_executor import StepExecutor, WeightFetcher
 from hostward.runtime.backend import Buffer, Event
@@ -36,6 +37,7 @@ class WeightCopies:
         watch: WeightWatch,
         access: StateAccess,
         follow: Callable[[], None],
+        sleeper: Sleeper,
     ) -> None:
         self._steps, self._watch, self._access = steps, watch, access
         self._parts = pieces(states)
@@ -44,6 +46,8 @@ class WeightCopies:
         """Records by parameter object."""
         self.lock = steps.lock
         """Lock held while a step is issued, and by whoever reads weights from another thread."""
+        self.sleeper = sleeper
+        """Frees offloaded weights that are on the device when the optimizer's weights are put to sleep."""
         self.follow = follow
         """Take the fp32 main weights anew from weights that other code has written."""
 

@@ -73,9 +73,15 @@ class ParamViews:
     def _count_holders(self) -> None:
         for name, storage in self._storages.items():
             at = storage._cdata
-            views = [b.data for b, _ in self._pieces[name] if b.data.untyped_storage()._cdata == at]
-            ours = len({t._cdata for v in views for t in (v, v._base) if t is not None})
-            self._holders[at] = self._holders.get(at, 1) + ours + self._always(self._tracked[name])
+            self._holders[at] = self._holders.get(at, 1) + self.ours(name) + self._always(self._tracked[name])
+
+    def ours(self, name: str) -> int:
+        """Return how many tensors of ours use a weight's memory; 0 for one that is left out of steps."""
+        storage = self._storages.get(name)
+        if storage is None:
+            return 0
+        views = [b.data for b, _ in self._pieces[name] if b.data.untyped_storage()._cdata == storage._cdata]
+        return len({t._cdata for v in views for t in (v, v._base) if t is not None})
 
     def refresh(self, names: Iterable[str]) -> bool:
         """Follow weights whose memory has changed; flat copies are made anew.

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -61,6 +61,13 @@ class Event:
 
 Held = tuple[int, int]
 """Timed events before and after one `Backend.wait_on_stream_timed`, on the waiting stream."""
+
+
+class DeviceMemory(NamedTuple):
+    """Counts bytes of a device: free for all processes, says the driver; allocated by this one, says torch."""
+
+    free_bytes: int
+    allocated_bytes: int
 
 
 class Work(ABC):
@@ -384,6 +391,14 @@ class Backend(ABC):
             except (HostwardError, RuntimeError):
                 continue
             return
+
+    def device_memory(self, *, release: bool) -> DeviceMemory | None:
+        """Return what the driver and torch count of the device, once all of its streams are idle.
+
+        None: the device has no driver to ask. `release`: first return memory that torch's allocator caches.
+        """
+        self.synchronise()
+        return None
 
     @abstractmethod
     def adopt(self, tensor: torch.Tensor, owner: str, *, counted: bool = False) -> Buffer:

@@ -23,6 +23,7 @@ from hostward.model.fence import Fence, down, plain_type, unfenced, up, without_
 from hostward.model.layer_hooks import Mark, PostForwardHook, PreBackwardHook, PreForwardHook
 from hostward.model.layers import Runs
 from hostward.model.parameters import groups_of, local_of
+from hostward.optim.bucket_lifecycle import Kinds
 from hostward.optim.master_sync import witness_of
 from hostward.runtime.backend import Backend
 from hostward.schedule.ops import Schedule
@@ -145,7 +146,10 @@ class OffloadedWeights:
         self.schedule: Schedule = lower_weights(shape)
         """Lowered schedule for one step."""
 
-        self.residency = Residency(backend, chosen.layers, shape.prefetch_depth)
+        asleep = None if copies is None else copies.sleeper.asleep
+        self.residency = Residency(backend, chosen.layers, shape.prefetch_depth, asleep)
+        if copies is not None:
+            copies.sleeper.fetchers.add(self.residency)
         self._of_storage = {
             w.storage._cdata: (i, w) for i, held in enumerate(chosen.layers) if held for w in held.weights
         }
@@ -414,6 +418,11 @@ class OffloadedWeights:
             here, residency.fetched, residency.on_demand, residency.held,
             {why.value: nbytes for why, nbytes in self._chosen.kept_bytes.items()},
         )  # fmt: skip
+
+    def require_awake(self) -> None:
+        """Raise AsleepError if the optimizer has put weights to sleep, so that none can be reloaded."""
+        if self._copies is not None:
+            self._copies.sleeper.asleep.require(Kinds.WEIGHTS, "detach() is called")
 
     @unfenced
     def detach(self) -> None:

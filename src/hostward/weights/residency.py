@@ -6,7 +6,6 @@ in graphs and other references to them stay valid. A storage that other code hol
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +13,9 @@ from dataclasses import dataclass, field
 import torch
 
 from hostward.errors import ModelError
+from hostward.model.autograd import is_saved
 from hostward.model.parameters import local_of
+from hostward.optim.bucket_lifecycle import Asleep, Kinds
 from hostward.runtime.backend import Backend, Batch, Buffer, Event, Held, Tier, Work
 from hostward.schedule.ops import Lane
 from hostward.schedule.weights import GATHERED, ROOM, WEIGHT_OPS
@@ -75,15 +76,13 @@ class Weight:
 
     def held(self) -> bool:
         """Return whether other code holds its memory: a view, or a graph that saved it without our hooks."""
-        parameter = self.parameter
         # The parameter, the storage's Python object and our tensors over it.
         ours = 1 + len(self.here) + (self.padding is not None)
         if torch._C._storage_Use_Count(self.storage._cdata) > self.holders + ours:
             return True
         if not self.storage.resizable():
             return True  # a numpy array shares it, or did
-        # The node that accumulates its gradient holds it as well.
-        return parameter._use_count() > _alone() + parameter.requires_grad  # type: ignore[attr-defined, no-any-return]
+        return is_saved(self.parameter)
 
     def require_in(self, module: torch.nn.Module, name: str) -> None:
         """Raise ModelError if a module has another parameter in its place now."""
@@ -123,11 +122,6 @@ class Weight:
             data = buffer.data.view(local.dtype)
             copied[start : start + data.numel()].copy_(data)
         return copied.view(local.shape)
-
-
-@functools.cache
-def _alone() -> int:
-    return torch.nn.Parameter(torch.empty(0, device="cpu"))._use_count()  # type: ignore[attr-defined, no-any-return]
 
 
 @dataclass(slots=True, eq=False)
@@ -209,9 +203,14 @@ class Residency:
     because other code holds it, added up over all attempts.
     """
 
-    def __init__(self, backend: Backend, layers: Sequence[LayerWeights | None], ahead: int) -> None:
-        """`layers`: in order of use; None: its weights stay. `ahead`: layers to prefetch after each step."""
+    def __init__(
+        self, backend: Backend, layers: Sequence[LayerWeights | None], ahead: int, asleep: Asleep | None = None
+    ) -> None:
+        """`layers`: in order of use; None: its weights stay. `ahead`: layers to prefetch after each step. `asleep`:
+        what the optimizer has moved to the host; None: no optimizer can.
+        """
         self.backend = backend
+        self._asleep = Asleep() if asleep is None else asleep
         self.layers = list(layers)
         self._ahead = ahead
         self.fetched = self.on_demand = self.held = 0
@@ -291,6 +290,7 @@ class Residency:
         return layer
 
     def _fetch(self, layer: LayerWeights) -> None:
+        self._asleep.require(Kinds.WEIGHTS, f"layer {layer.name!r} is used")
         if layer.resident and not layer.stale:
             return
         if self.backend.capturing():

@@ -14,6 +14,7 @@ from hostward.runtime.backend import (
     Batch,
     Buffer,
     Clipping,
+    DeviceMemory,
     Event,
     Held,
     Meter,
@@ -293,6 +294,13 @@ class CudaBackend(Backend):
 
     def synchronise(self) -> None:
         self.context.synchronise()
+
+    def device_memory(self, *, release: bool) -> DeviceMemory:
+        self.synchronise()
+        torch.cuda.synchronize(self.device)  # other streams may still use memory that is freed next
+        if release:
+            torch.cuda.empty_cache()
+        return DeviceMemory(torch.cuda.mem_get_info(self.device)[0], torch.cuda.memory_allocated(self.device))
 
     # ---------------------------------------------------------------- the caller's streams
 

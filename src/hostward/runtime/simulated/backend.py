@@ -42,7 +42,7 @@ from hostward.runtime.backend import (
 )
 from hostward.runtime.global_norm import Across
 from hostward.runtime.host_tasks import add_task, added_partials, host_task, isa_name, own_threads
-from hostward.runtime.pinned_memory import host_slab
+from hostward.runtime.pinned_memory import host_slab, require_host_memory
 from hostward.runtime.simulated.race_detector import ByteRule, Operation
 from hostward.schedule.ops import Lane
 from hostward.schedule.race_check import LaneClocks
@@ -117,7 +117,11 @@ class SimulatedBackend(Backend):
         zero: bool = True,
     ) -> list[Buffer]:
         total_bytes = sum(sizes) * dtype.itemsize
-        slab = host_slab(total_bytes, owner=owner, threads=self.threads).view(dtype)
+        if tier is Tier.HOST:
+            slab = host_slab(total_bytes, owner=owner, threads=self.threads).view(dtype)
+        else:  # torch's own memory, as on a GPU: its storage can be freed and allocated again
+            require_host_memory(total_bytes, owner=owner)
+            slab = torch.zeros(total_bytes // dtype.itemsize, dtype=dtype, device="cpu")
         if not zero and self._poison:
             slab.view(torch.uint8).fill_(POISON)
         ends = np.cumsum([0, *sizes]).tolist()

@@ -1,0 +1,133 @@
+"""Sleep on a GPU: bits, the driver's count of what left, and the rate of the copies.
+
+The edges were seen red on the simulated backend (tests/optim/test_sleep.py). Here copies are slow, too, and memory that
+is freed is taken at once and filled with NaN.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from hidden_step_cases import (
+    MIXES,
+    Net,
+    assert_equal,
+    deterministic as deterministic,
+    make,
+    one_backward,
+    reference,
+    slow,
+    train,
+)
+
+import hostward
+from hostward.core.units import GIB, MIB
+from hostward.errors import AsleepError
+from hostward.runtime.backend import Tier
+from hostward.runtime.calibrate import Links
+from hostward.schedule.ops import Lane
+
+pytestmark = pytest.mark.gpu
+LARGE_BYTES = 8 * GIB
+
+
+def take_nap(_: Net, optimizer: hostward.AdamW) -> None:
+    optimizer.sleep()
+    others = [torch.full((MIB,), float("nan"), device="cuda") for _ in range(64)]
+    del others
+    optimizer.wake()
+
+
+@pytest.mark.parametrize("mix", [None, *MIXES])
+@pytest.mark.parametrize("lanes", [[], [Lane.D2H, Lane.H2D]], ids=["as they are", "slow"])
+def test_bits_are_those_of_a_run_that_never_slept(
+    mix: str | None, lanes: list[Lane], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = reference(steps=6)
+    if lanes:
+        slow(lanes, monkeypatch)
+    assert_equal(train(mix, steps=6, between=take_nap), expected)
+
+
+@pytest.mark.parametrize("mix", [None, *MIXES])
+def test_gradients_sleep_between_microbatches_and_before_the_step(mix: str | None) -> None:
+    def trained(*, naps: bool) -> list[torch.Tensor]:
+        model, optimizer = make(mix)
+        for step in range(3):
+            for i in range(2):
+                with optimizer.accumulate(last=i == 1):
+                    one_backward(model, 10 * step + i)
+                if naps:
+                    take_nap(model, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(trained(naps=True), trained(naps=False), strict=True))
+
+
+def large(nbytes: int = LARGE_BYTES) -> tuple[torch.nn.Module, hostward.AdamW]:
+    """All on the device: 10 bytes of state and 2 of weights for each parameter, so many bytes in all."""
+    width = 8192
+    layers = nbytes // (12 * width * width)
+    with torch.device("cuda"):
+        made = [torch.nn.Linear(width, width, bias=False, dtype=torch.bfloat16) for _ in range(layers)]
+    model = torch.nn.Sequential(*made)
+    return model, hostward.AdamW(model)
+
+
+def test_the_driver_counts_what_left() -> None:
+    model, optimizer = large()
+    free_before = torch.cuda.mem_get_info()[0]
+    report = optimizer.sleep()
+    freed = sum(report.freed_bytes.values())
+    assert report.stays == ()
+    assert freed >= 0.95 * LARGE_BYTES
+    assert report.torch_freed_bytes is not None
+    assert report.torch_freed_bytes >= freed
+    assert report.driver_freed_bytes is not None
+    assert report.driver_freed_bytes >= freed
+    assert torch.cuda.mem_get_info()[0] - free_before >= freed
+    assert optimizer.backend.ledger.by_owner(Tier.HOST)["asleep"] == report.pinned_bytes
+    with pytest.raises(AsleepError):
+        model(torch.zeros(1, 8192, device="cuda", dtype=torch.bfloat16))
+    optimizer.wake()
+    assert model(torch.zeros(1, 8192, device="cuda", dtype=torch.bfloat16)).isfinite().all()
+
+
+def test_the_second_sleep_only_copies_and_at_the_rate_of_the_link() -> None:
+    _, optimizer = large()
+    links = Links(optimizer.backend)
+    rates = {name: links.rate([name]) for name in ("d2h", "h2d")}
+    optimizer.sleep()
+    optimizer.wake()
+    best = {"d2h": 0.0, "h2d": 0.0}
+    for _ in range(5):
+        torch.cuda.synchronize()
+        start_s = time.perf_counter()
+        report = optimizer.sleep()
+        slept_s = time.perf_counter()
+        optimizer.wake()
+        woken_s = time.perf_counter()
+        freed = sum(report.freed_bytes.values())
+        assert report.pinned_now_bytes == 0
+        best["d2h"] = max(best["d2h"], freed / (slept_s - start_s))
+        best["h2d"] = max(best["h2d"], freed / (woken_s - slept_s))
+    assert {name: best[name] / rates[name] >= 0.9 for name in best} == {"d2h": True, "h2d": True}, (best, rates)
+
+
+def test_no_room_on_the_device_leaves_everything_asleep() -> None:
+    model, optimizer = large(GIB)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer.sleep()
+    torch.cuda.set_per_process_memory_fraction(0.001)
+    try:
+        with pytest.raises(hostward.errors.MemoryLimitError, match="call wake"):
+            optimizer.wake()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert set(optimizer.asleep) == {"state", "gradients", "weights"}
+    optimizer.wake()
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
