@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from hostward.core.inventory import Bucket, Dtype, state_bytes_per_element
+from hostward.core.inventory import Bucket, Dtype
 from hostward.core.placement import Placement, summed_on_host
 from hostward.plan.decisions import Choice
 from hostward.plan.workload import Curve, Layer, Way, Workload
@@ -43,9 +43,7 @@ class Facts:
         self.numels = [bucket.numel for bucket in buckets]
         self.padded = [bucket.offsets[-1] for bucket in buckets]
         """Bucket sizes in elements, with the padding that aligns ranges."""
-        self.state_bytes = [
-            n * state_bytes_per_element(bucket.kind) for n, bucket in zip(self.padded, buckets, strict=True)
-        ]
+        self.state_bytes = [n * bucket.state_element_bytes for n, bucket in zip(self.padded, buckets, strict=True)]
         """Bytes of each bucket's state, with that padding."""
         self.curves: dict[tuple[str, Way], Curve] = {}
         """Made for layers that come without."""

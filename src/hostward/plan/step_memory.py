@@ -146,7 +146,7 @@ class StepModel:
         self._always = sum(n for n, away in zip(self._weights, self._offloaded, strict=True) if not away)
         buckets = workload.inventory.buckets
         streamed = [b for b, p in enumerate(choice.placements) if p is Placement.STREAMED]
-        self._slot_bytes = staging_buffer_bytes([streamed_bytes(buckets[b].kind, facts.padded[b]) for b in streamed])
+        self._slot_bytes = staging_buffer_bytes([streamed_bytes(buckets[b]) for b in streamed])
         self._most = max_staging_buffers(len(streamed), self._slot_bytes, choice.staging_bytes)
         self._late = late_trigger_bucket(facts.numels)
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from hostward.core.placement import Placement
-from hostward.plan.cost_model import HOST_STEP_BYTES, SUM_BYTES, Costs, Speeds, Unit
+from hostward.core.placement import HOST_STEP_BYTES, Placement
+from hostward.plan.cost_model import SUM_BYTES, Costs, Speeds, Unit
 from hostward.plan.decisions import LEAVES, Choice, Keep
 from hostward.plan.lane_simulator import Program, Queue, Timeline, busy_s, run
 from hostward.plan.memory_model import Needs, required

@@ -56,7 +56,15 @@ from hostward.trainer.offload_options import (
     staging_bytes,
     sums_on_host,
 )
-from hostward.trainer.plan_request import asked_of, other_division, phases_of, require_by_rows, shares, unplanned
+from hostward.trainer.plan_request import (
+    asked_of,
+    other_division,
+    phases_of,
+    require_by_rows,
+    shares,
+    state_format,
+    unplanned,
+)
 from hostward.trainer.process_group import Ranks
 from hostward.trainer.workload import recipe_workload, usual_folder
 
@@ -339,10 +347,10 @@ def require_same_model(plan: PlanFile, config: Config, vocab_size: int, ranks: R
             "hostward plan with the options of this run makes one",
             others,
         )
-    split_master = not config.optimizer.use_torch_optimizer_for_cpu_offload
+    form = state_format(config)
     model = meta_model(config, vocab_size, TORCH_DTYPES[Dtype(config.model.params_dtype)])
-    whole = inventory_of(model, split_master=split_master)
-    plan.placements(cut_buckets(first_parts(whole.parameters, ranks.size), split_master=split_master))
+    whole = inventory_of(model, form)
+    plan.placements(cut_buckets(first_parts(whole.parameters, ranks.size), form=form))
     layers_of(plan)  # raises for what cannot be executed
 
 

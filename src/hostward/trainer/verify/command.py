@@ -23,7 +23,7 @@ import torch
 
 from hostward.config.schema import Config
 from hostward.config.validate import check
-from hostward.core.inventory import Dtype, state_bytes_per_element
+from hostward.core.inventory import Dtype
 from hostward.core.placement import Placement
 from hostward.errors import ConfigError
 from hostward.model.parameters import local_of
@@ -425,7 +425,7 @@ def _state_away_bytes(run: Run) -> int:
     Parts of small tensors are mostly alignment.
     """
     pairs = zip(run.optimizer.inventory.buckets, run.optimizer.plan.buckets, strict=True)
-    return sum(b.offsets[-1] * state_bytes_per_element(b.kind) for b, row in pairs if row.placement.offloaded)
+    return sum(b.offsets[-1] * b.state_element_bytes for b, row in pairs if row.placement.offloaded)
 
 
 def _left_bytes(run: Run) -> dict[str, int]:
