@@ -375,10 +375,6 @@ def asked_choice(config: Config, workload: Workload, speeds: Speeds | None = Non
 # Checking before any weight is allocated that the checkpoints of a run fit on their disk.
 
 
-SAVED_STATE_BYTES = {Dtype.FP32: 8, Dtype.BF16: 12, Dtype.FP16: 12}
-"""Bytes per parameter besides its weight: two moments, and the fp32 main weight of a 16-bit weight."""
-
-
 def require_room(config: Config, vocab_size: int, resume_from: Path | None, *, first: bool = True) -> None:
     """Check that the next checkpoint fits the free disk space; rank 0 warns if those kept together do not.
 
@@ -424,7 +420,10 @@ def require_room(config: Config, vocab_size: int, resume_from: Path | None, *, f
 def checkpoint_bytes(config: Config, vocab_size: int) -> int:
     """Return the bytes of one checkpoint of the whole model, without tables of contents and the like."""
     dtype = Dtype(config.model.params_dtype)
-    return parameter_count(config, vocab_size) * (dtype.itemsize_bytes + SAVED_STATE_BYTES[dtype])
+    # Besides the weight: two moments, and the fp32 main weight of a 16-bit weight.
+    form = state_format(config)
+    state = form.exp_avg.itemsize_bytes + form.exp_avg_sq.itemsize_bytes + (0 if dtype is Dtype.FP32 else 4)
+    return parameter_count(config, vocab_size) * (dtype.itemsize_bytes + state)
 
 
 def saves_to_come(config: Config, resume_from: Path | None) -> int:
