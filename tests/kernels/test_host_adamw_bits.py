@@ -191,7 +191,7 @@ def test_every_tie_between_16_bit_weights(layout: str) -> None:
 
 
 def test_bf16_moments_are_rounded_without_bias_and_never_stall() -> None:
-    """To nearest, exp_avg_sq with beta2 = 0.999 would stay where an increment is below half a unit: far too small."""
+    """To nearest, exp_avg_sq with beta2 = 0.999 would stay where a change is below half a unit."""
     hyper = reference.Hyper(lr=0.0, weight_decay=0.0, beta1=0.9, beta2=0.999, eps=1e-8)
     tables = bias_tables(hyper.beta1, hyper.beta2, 5000)
     rng, n = np.random.default_rng(12), 4096
