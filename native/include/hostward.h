@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#define HOSTWARD_ABI_VERSION 6
+#define HOSTWARD_ABI_VERSION 7
 
 #if defined(__GNUC__)
 #define HOSTWARD_API __attribute__((visibility("default")))
@@ -60,12 +60,13 @@ typedef struct {
 
 /* One AdamW step over disjoint ranges. The memory at every pointer is read when the task runs. */
 typedef struct {
-  int32_t grad_dtype, weight_dtype; /* hostward_dtype */
-  int32_t master_kind;              /* hostward_master_kind */
-  int32_t threads, isa;             /* at most this many threads, the calling one included; hostward_isa */
+  int32_t grad_dtype, weight_dtype;        /* hostward_dtype */
+  int32_t master_kind;                     /* hostward_master_kind */
+  int32_t threads, isa;                    /* at most this many threads, the calling one included; hostward_isa */
+  int32_t exp_avg_dtype, exp_avg_sq_dtype; /* HOSTWARD_FP32 or HOSTWARD_BF16 */
   int32_t reserved;
-  float* exp_avg;
-  float* exp_avg_sq;
+  void* exp_avg;
+  void* exp_avg_sq;
   int16_t* remainder; /* HOSTWARD_MASTER_SPLIT only */
   float* master;      /* HOSTWARD_MASTER_PLAIN only */
   const hostward_range* ranges;

@@ -47,6 +47,9 @@ int check_ranges(const hostward_adamw_task& task, int64_t* elements) {
 int check_task(const hostward_adamw_task& task, Layout* layout, int64_t* elements) {
   if (task.threads < 1 || task.n_ranges < 0 || task.table_length < 1) return HOSTWARD_ERROR_ARGUMENT;
   if (task.grad_dtype < 0 || task.grad_dtype >= kDtypes) return HOSTWARD_ERROR_TYPE;
+  for (const int32_t moment : {task.exp_avg_dtype, task.exp_avg_sq_dtype}) {
+    if (moment < 0 || moment >= kMomentDtypes) return HOSTWARD_ERROR_TYPE;
+  }
   if (const int code = find_layout(task, layout)) return code;
   if (task.n_ranges > 0 && task.ranges == nullptr) return HOSTWARD_ERROR_NULL;
   if (task.hyper == nullptr || task.bc1 == nullptr || task.inv_sqrt_bc2 == nullptr) return HOSTWARD_ERROR_NULL;
@@ -72,6 +75,7 @@ Constants make_constants(const hostward_adamw_task& task, const hostward_range& 
   c.step_size = static_cast<float>(hyper.lr / task.bc1[entry]);
   c.inv_sqrt_bc2 = static_cast<float>(task.inv_sqrt_bc2[entry]);
   c.scale = scale;
+  c.step_key = mix(static_cast<uint32_t>(*range.count + 1));
   return c;
 }
 
@@ -93,9 +97,11 @@ int run_task(const hostward_adamw_task& task) {
   int64_t elements = 0;
   if (const int code = check_task(task, &layout, &elements)) return code;
 
-  const AdamwFunction function = kernels->adamw[task.grad_dtype][layout];
+  const AdamwFunction function = kernels->adamw[task.grad_dtype][layout][task.exp_avg_dtype][task.exp_avg_sq_dtype];
   const int64_t grad_bytes = task.grad_dtype == HOSTWARD_FP32 ? 4 : 2;
   const int64_t weight_bytes = layout == kFp32Weight ? 4 : 2;
+  const int64_t first_bytes = task.exp_avg_dtype == HOSTWARD_FP32 ? 4 : 2;
+  const int64_t second_bytes = task.exp_avg_sq_dtype == HOSTWARD_FP32 ? 4 : 2;
   const float scale = task.scale != nullptr ? *task.scale : 1.0f;
   const int64_t pieces = (elements + kPieceElements - 1) / kPieceElements;
   for_pieces(pieces, task.threads, [&](PieceQueue& queue) {
@@ -108,7 +114,7 @@ int run_task(const hostward_adamw_task& task) {
                        : layout == kSplitBf16 ? static_cast<void*>(task.remainder + state)
                                               : static_cast<void*>(task.master + state);
         const Piece part = {at(range.grad, from, grad_bytes), at(range.weight, from, weight_bytes),
-                            task.exp_avg + state, task.exp_avg_sq + state, master};
+                            at(task.exp_avg, state, first_bytes), at(task.exp_avg_sq, state, second_bytes), master};
         function(make_constants(task, range, scale), part, to - from);
       });
     }

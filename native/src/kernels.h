@@ -8,20 +8,29 @@ namespace hostward {
 // Constants of one range at one step, each rounded to fp32 once.
 struct Constants {
   float beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay, step_size, inv_sqrt_bc2, scale;
+  uint32_t step_key;  // mixed from the step, for the rounding of moments
 };
+
+// Every bit of the result depends on every bit of `x`; one to one. The constants are those of "lowbias32".
+inline __attribute__((always_inline)) uint32_t mix(uint32_t x) {
+  x = (x ^ (x >> 16)) * 0x7feb352du;
+  x = (x ^ (x >> 15)) * 0x846ca68bu;
+  return x ^ (x >> 16);
+}
 
 // First elements of one contiguous piece. `master` is the low 16 bits (remainder), the fp32 main weight, or null for
 // fp32 weights.
 struct Piece {
   const void* grad;
   void* weight;
-  float* exp_avg;
-  float* exp_avg_sq;
+  void* exp_avg;
+  void* exp_avg_sq;
   void* master;
 };
 
 constexpr int kDtypes = 3;
-constexpr int kLayouts = 4;  // how weight and fp32 main weight are stored
+constexpr int kMomentDtypes = 2;  // fp32, bf16
+constexpr int kLayouts = 4;       // how weight and fp32 main weight are stored
 enum Layout { kFp32Weight = 0, kSplitBf16 = 1, kPlainBf16 = 2, kPlainFp16 = 3 };
 
 constexpr int64_t kNormChunk = 4096;
@@ -35,7 +44,7 @@ typedef void (*StreamFunction)(char* into, const char* from, int64_t bytes);
 typedef void (*RmwFunction)(void* const* streams, int64_t start, int64_t length);
 
 struct Kernels {
-  AdamwFunction adamw[kDtypes][kLayouts];
+  AdamwFunction adamw[kDtypes][kLayouts][kMomentDtypes][kMomentDtypes];  // ..., exp_avg, exp_avg_sq
   NormFunction norm_chunk[kDtypes];
   AccumulateFunction accumulate[kDtypes][2];  // total = total + grad, total = grad
   JoinFunction join;                          // fp32 main weights of bf16 weights and low 16 bits

@@ -24,12 +24,13 @@ void expect(bool condition, const char* what) {
 }
 
 struct State {
-  std::vector<float> exp_avg = std::vector<float>(kElements), exp_avg_sq = exp_avg;
+  std::vector<uint8_t> exp_avg, exp_avg_sq;
   std::vector<uint16_t> weight = std::vector<uint16_t>(kElements), grad = weight;
   std::vector<int16_t> remainder = std::vector<int16_t>(kElements);
   std::vector<int64_t> counts = std::vector<int64_t>(3);
 
-  State() {
+  explicit State(int32_t moment = HOSTWARD_FP32)
+      : exp_avg(kElements * (moment == HOSTWARD_FP32 ? 4 : 2)), exp_avg_sq(exp_avg) {
     uint32_t random = 1;
     for (int64_t i = 0; i < kElements; ++i) {
       random = random * 1664525u + 1013904223u;
@@ -39,14 +40,14 @@ struct State {
   }
 
   bool operator==(const State& other) const {
-    return memcmp(exp_avg.data(), other.exp_avg.data(), kElements * sizeof(float)) == 0 &&
-           memcmp(exp_avg_sq.data(), other.exp_avg_sq.data(), kElements * sizeof(float)) == 0 &&
-           weight == other.weight && remainder == other.remainder && counts == other.counts;
+    return exp_avg == other.exp_avg && exp_avg_sq == other.exp_avg_sq && weight == other.weight &&
+           remainder == other.remainder && counts == other.counts;
   }
 };
 
-State step(int32_t isa, int32_t threads) {
-  State state;
+// `moment`: hostward_dtype of both moments.
+State step(int32_t isa, int32_t threads, int32_t moment) {
+  State state(moment);
   const int64_t edges[4] = {0, 7, 70001, kElements};
   hostward_range ranges[3];
   for (int i = 0; i < 3; ++i) {
@@ -64,6 +65,7 @@ State step(int32_t isa, int32_t threads) {
   task.master_kind = HOSTWARD_MASTER_SPLIT;
   task.threads = threads;
   task.isa = isa;
+  task.exp_avg_dtype = task.exp_avg_sq_dtype = moment;
   task.exp_avg = state.exp_avg.data();
   task.exp_avg_sq = state.exp_avg_sq.data();
   task.remainder = state.remainder.data();
@@ -294,15 +296,17 @@ void copied(int32_t isa, int32_t threads) {
 }  // namespace
 
 int main() {
-  const State expected = step(HOSTWARD_ISA_SCALAR, 1);
+  const State expected[2] = {step(HOSTWARD_ISA_SCALAR, 1, HOSTWARD_FP32), step(HOSTWARD_ISA_SCALAR, 1, HOSTWARD_BF16)};
   const std::vector<int64_t> expected_norm = norm(HOSTWARD_ISA_SCALAR, 1);
   const std::vector<int64_t> expected_sums = accumulated(HOSTWARD_ISA_SCALAR, 1);
   issue();
-  expect(expected.counts == std::vector<int64_t>(3, 3), "counts");
+  expect(expected[0].counts == std::vector<int64_t>(3, 3), "counts");
   for (int32_t isa = HOSTWARD_ISA_BEST; isa <= HOSTWARD_ISA_NEON; ++isa) {
     if (!hostward_isa_supported(isa)) continue;
     for (int32_t threads = 1; threads <= 8; ++threads) {
-      expect(step(isa, threads) == expected, "every instruction set and thread count agree");
+      for (const int32_t moment : {HOSTWARD_FP32, HOSTWARD_BF16}) {
+        expect(step(isa, threads, moment) == expected[moment], "every instruction set and thread count agree");
+      }
       expect(norm(isa, threads) == expected_norm, "norms agree");
       expect(accumulated(isa, threads) == expected_sums, "sums agree");
       copied(isa, threads);

@@ -146,15 +146,18 @@ class NumpyOptimizer:
     norm: float = 0.0
 
     @classmethod
-    def over(cls, named: Iterable[tuple[str, torch.Tensor]]) -> NumpyOptimizer:
+    def over(
+        cls, named: Iterable[tuple[str, torch.Tensor]], moments: tuple[torch.dtype, torch.dtype] = (torch.float32,) * 2
+    ) -> NumpyOptimizer:
         named = list(named)
+        first, second = (np.uint16 if dtype is torch.bfloat16 else np.float32 for dtype in moments)
         master = {name: reference.float_of(to_numpy(p)) for name, p in named}
         return cls(
             {name: p.dtype for name, p in named},
             {name: p.shape for name, p in named},
             master,
-            {name: np.zeros_like(value) for name, value in master.items()},
-            {name: np.zeros_like(value) for name, value in master.items()},
+            {name: np.zeros_like(value, dtype=first) for name, value in master.items()},
+            {name: np.zeros_like(value, dtype=second) for name, value in master.items()},
             {name: 0 for name, _ in named},
         )
 
@@ -199,11 +202,17 @@ class NumpyOptimizer:
             master = torch.from_numpy(self.master[name]).view(shape)
             weights[f"weight {name}"] = torch.from_numpy(_weight(self.master[name], dtype)).view(dtype).view(shape)
             state[f"step {name}"] = torch.tensor(self.count[name])
-            state[f"exp_avg {name}"] = torch.from_numpy(self.exp_avg[name]).view(shape)
-            state[f"exp_avg_sq {name}"] = torch.from_numpy(self.exp_avg_sq[name]).view(shape)
+            state[f"exp_avg {name}"] = _moment(self.exp_avg[name]).view(shape)
+            state[f"exp_avg_sq {name}"] = _moment(self.exp_avg_sq[name]).view(shape)
             if dtype is not torch.float32:
                 state[f"master {name}"] = master
         return weights | state
+
+
+def _moment(values: Any) -> torch.Tensor:
+    if values.dtype == np.uint16:
+        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(values)
 
 
 def _weight(master: Any, dtype: torch.dtype) -> Any:

@@ -189,3 +189,36 @@ def test_a_write_that_fails_is_told_and_leaves_nothing(cli: Cli, folder: Path, f
         "  fix: raise the file size limit (ulimit -f), or name a folder on another file system\n"
     )
     assert sorted(path.name for path in folder.parent.iterdir()) == ["run"]
+
+
+MOMENTS = ["optimizer.exp_avg_dtype=bf16", "optimizer.exp_avg_sq_dtype=bf16"]
+
+
+def test_moments_in_bf16_are_saved_resumed_and_widened_and_fp32_ones_rounded_on_request_alone(
+    train: Cli, cli: Cli, text: Path, folder: Path, tmp_path: Path
+) -> None:
+    refused = cli("train", *SMALL, f"dataset.path={text}", BF16, *MOMENTS, f"checkpoint.load={folder}")
+    assert refused.code == 2
+    assert "16 of its 32 bits would be lost" in refused.err
+    assert "hostward checkpoint convert FOLDER OUT --to bf16-moments" in refused.err
+
+    rounded, whole = tmp_path / "rounded", saved(folder)[0]
+    assert cli("checkpoint", "convert", folder, rounded, "--to", "bf16-moments").code == 0
+    tensors, plain = saved(rounded)
+    assert plain["config"]["optimizer"]["exp_avg_sq_dtype"] == "bf16"
+    moments = [name for name in whole if name.endswith(("/exp_avg", "/exp_avg_sq"))]
+    assert different(tensors, whole) == sorted(moments)
+    assert all(torch.equal(tensors[name], whole[name].to(torch.bfloat16)) for name in moments)
+
+    words = ["train.train_iters=4", BF16, *MOMENTS, f"checkpoint.load={rounded}"]
+    found = []
+    for fraction in (0.0, 1.0):
+        to = tmp_path / f"to-{fraction}"
+        train(*words, *offloaded(fraction), f"checkpoint.save={to}")
+        found.append(saved(to)[0])
+    assert different(*found) == []
+    assert {found[0][name].dtype for name in moments} == {torch.bfloat16}
+    train("train.train_iters=4", BF16, f"checkpoint.load={tmp_path / 'to-0.0'}", f"checkpoint.save={tmp_path / 'wide'}")
+    wide = saved(tmp_path / "wide")[0]
+    assert all(torch.equal(wide[name], found[0][name].float()) for name in moments)
+    assert cli("checkpoint", "convert", tmp_path / "to-0.0", tmp_path / "for-torch", "--to", "torch").code == 0

@@ -309,6 +309,18 @@ COMBINATION_CASES: dict[str, tuple[str, str, int, str]] = {
         1,
         ("optimizer.use_torch_optimizer_for_cpu_offload=true with streamed state, which hostward's own kernel steps"),
     ),
+    "torch-optimizer-bf16-moments": (
+        TINY,
+        (
+            "optimizer.optimizer_cpu_offload=true optimizer.use_torch_optimizer_for_cpu_offload=true "
+            "optimizer.exp_avg_sq_dtype=bf16"
+        ),
+        1,
+        (
+            "optimizer.use_torch_optimizer_for_cpu_offload=true with moments in bf16, which torch's step rounds to "
+            "nearest, where they stall"
+        ),
+    ),
     "serial-sums": (
         TINY,
         ("optimizer.optimizer_cpu_offload=true optimizer.gradients=host optimizer.overlap_cpu_optimizer_d2h_h2d=false"),

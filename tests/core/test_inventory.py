@@ -21,6 +21,7 @@ from hostward.core.inventory import (
     MasterKind,
     Parameter,
     Range,
+    StateFormat,
     align,
     bucket_cap,
     cut_buckets,
@@ -186,7 +187,7 @@ def test_bucket_cap_lies_in_its_bounds_and_is_a_64th_in_between(numel: int) -> N
     ],
 )
 def test_bytes_per_element(dtype: Dtype, split: bool, kind: MasterKind, state_bytes: int, host_bytes: int) -> None:
-    (bucket,) = cut_buckets([Parameter("a", 10, dtype, "l")], split_master=split)
+    (bucket,) = cut_buckets([Parameter("a", 10, dtype, "l")], form=StateFormat(split_master=split))
     assert bucket.kind is kind
     assert (bucket.state_bytes, bucket.host_bytes) == (10 * state_bytes, 10 * host_bytes)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from sharded_cases import given
 from world import World
 
@@ -18,6 +19,20 @@ def test_norm_and_steps_of_given_gradients_are_those_of_one_process(
     stepped: World = request.getfixturevalue(ranks)
     found = stepped.run("sharded_cases.given", mix=mix, network={"mesh": mesh})
     assert found == [given("device")] * stepped.size
+
+
+def test_bf16_moments_are_rounded_alike_at_every_number_of_ranks_and_placement(
+    request: pytest.FixtureRequest,
+) -> None:
+    """Also where a shard begins within a bucket's elements, and in the replica of a shard."""
+    moments = {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16}
+    expected = given("device", state_dtypes=moments)
+    assert expected["bits"] != given("device")["bits"]
+    for case, mix in (("two", "mixed"), ("hybrid", "device")):
+        ranks, mesh = MESHES[case]
+        stepped: World = request.getfixturevalue(ranks)
+        found = stepped.run("sharded_cases.given", mix=mix, network={"mesh": mesh}, state_dtypes=moments)
+        assert found == [expected] * stepped.size
 
 
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(world: World) -> None:

@@ -35,6 +35,8 @@ LAYOUTS = {
     "fp16-plain": (2, MasterKind.PLAIN),
 }
 COMBINATIONS = list(itertools.product(GRADS, LAYOUTS))
+MOMENTS = {"fp32": (False, False), "bf16": (True, True), "bf16-fp32": (True, False), "fp32-bf16": (False, True)}
+"""Which of exp_avg and exp_avg_sq are bf16."""
 
 
 def bits_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -60,6 +62,7 @@ def to_device(array: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 def from_device(tensor: torch.Tensor, dtype: Any) -> np.ndarray[Any, Any]:
+    tensor = tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor
     return tensor.cpu().numpy().view(dtype)
 
 
@@ -98,6 +101,7 @@ class Case:
     seed: int = 0
     hyper: reference.Hyper = HYPER
     tables: tuple[Any, Any] = TABLES
+    moments: str = "fp32"
     slabs: dict[str, np.ndarray[Any, Any]] = field(init=False)
     starts: list[int] = field(init=False)
 
@@ -115,6 +119,9 @@ class Case:
             "exp_avg_sq": draw(rng, n) if self.wild else ordinary(rng, n) ** 2,
             "count": np.array(self.counts or rng.integers(0, 300, len(self.lengths)), dtype=np.int64),
         }
+        for name, short in zip(("exp_avg", "exp_avg_sq"), MOMENTS[self.moments], strict=True):
+            if short:
+                self.slabs[name] = (self.slabs[name].view(np.uint32) >> np.uint32(16)).astype(np.uint16)
         if kind is MasterKind.WEIGHT:
             self.slabs["weight"] = master
         elif kind is MasterKind.SPLIT:
@@ -125,6 +132,9 @@ class Case:
             self.slabs["weight"] = reference.bf16_bits(master) if weight_code == 1 else master.astype(np.float16)
             self.slabs["master"] = master
         self.device = {name: to_device(slab) for name, slab in self.slabs.items()}
+        for name, short in zip(("exp_avg", "exp_avg_sq"), MOMENTS[self.moments], strict=True):
+            if short:
+                self.device[name] = self.device[name].view(torch.bfloat16)
         hyper = self.hyper
         self.constants = [
             to_device(np.array([hyper.lr, hyper.weight_decay, hyper.beta1, hyper.beta2, hyper.eps])),

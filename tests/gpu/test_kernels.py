@@ -10,6 +10,7 @@ from kernel_case import (
     DEVICE,
     INTERPRETED,
     LAYOUTS,
+    MOMENTS,
     TABLES,
     Case,
     as_grad,
@@ -43,6 +44,20 @@ def test_t46_every_length_at_odd_alignment(grad_code: int, layout: str, wild: bo
         case.expect_step()
     case.check()
     assert int(case.error[0]) == 0
+
+
+@pytest.mark.parametrize("moments", [m for m in MOMENTS if m != "fp32"])
+@pytest.mark.parametrize(
+    ("grad_code", "layout"), [(0, "fp32"), (1, "bf16-split"), (2, "fp16-plain")] if INTERPRETED else COMBINATIONS
+)
+def test_bf16_moments_at_every_length_and_in_whole_blocks(grad_code: int, layout: str, moments: str) -> None:
+    lengths = [4096, *LENGTHS[:5]] if INTERPRETED else [*LENGTHS, 3 * 4096, 4097, 65536, 8192]
+    for gap in (16, 3):
+        case = Case(grad_code, layout, lengths, gap=gap, wild=True, seed=gap, moments=moments)
+        for _ in range(2):
+            case.step()
+            case.expect_step()
+        case.check()
 
 
 @pytest.mark.parametrize(("grad_code", "layout"), COMBINATIONS)

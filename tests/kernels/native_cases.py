@@ -15,6 +15,7 @@ from hostward.kernels.cpu.library import Isa, load
 Array = Any
 
 GRADS = ("fp32", "bf16", "fp16")
+MOMENTS = (("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "bf16"))
 LAYOUTS = ("fp32", "split", "bf16", "fp16")  # fp32 weight; split bf16; bf16 or fp16 with an fp32 master
 HYPER = reference.Hyper(lr=3e-4, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8)
 TABLES = bias_tables(HYPER.beta1, HYPER.beta2, 1 << 16)
@@ -55,6 +56,10 @@ def random_floats(rng: np.random.Generator, n: int, special: float) -> Array:
     bits = values.astype(np.float32).view(np.uint32)
     chosen = rng.random(n) < special
     return np.where(chosen, rng.choice(SPECIAL_BITS, n), bits).astype(np.uint32).view(np.float32)
+
+
+def as_moment(values: Array, dtype: str) -> Array:
+    return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16) if dtype == "bf16" else values
 
 
 def as_grad(values: Array, dtype: str) -> Array:
@@ -100,14 +105,21 @@ class Case:
     exp_avg_sq: Array
 
     @staticmethod
-    def random(rng: np.random.Generator, n: int, grad_dtype: str, layout: str, special: float = 0.1) -> Case:
+    def random(
+        rng: np.random.Generator,
+        n: int,
+        grad_dtype: str,
+        layout: str,
+        special: float = 0.1,
+        moments: tuple[str, str] = MOMENTS[0],
+    ) -> Case:
         return Case(
             grad_dtype,
             layout,
             as_grad(random_floats(rng, n, special), grad_dtype),
             reference.canonical(random_floats(rng, n, special)),
-            random_floats(rng, n, special),
-            np.abs(random_floats(rng, n, special)),
+            as_moment(random_floats(rng, n, special), moments[0]),
+            as_moment(np.abs(random_floats(rng, n, special)), moments[1]),
         )
 
     def expected(self, step: int = 1, scale: float = 1.0, hyper: reference.Hyper = HYPER) -> dict[str, Array]:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from hostward.kernels import reference
-from hostward.kernels.cpu.adamw import AdamWRange, AdamWTask, adamw_step, hyper_array
+from hostward.kernels.cpu.adamw import AdamWRange, AdamWTask, adamw_step, bias_tables, hyper_array
 from hostward.kernels.cpu.library import Isa
 
 from native_cases import (
@@ -16,9 +16,11 @@ from native_cases import (
     HYPER,
     ISAS,
     LAYOUTS,
+    MOMENTS,
     TABLES,
     Case,
     as_grad,
+    as_moment,
     native_run,
     random_floats,
     run_step,
@@ -26,6 +28,10 @@ from native_cases import (
 )
 
 PAIRS = [(grad, layout) for grad in GRADS for layout in LAYOUTS]
+# Every gradient, layout and format of moments meets every other one once.
+BF16_MOMENTS = [
+    (grad, layout, MOMENTS[1 + (g + k) % 3]) for g, grad in enumerate(GRADS) for k, layout in enumerate(LAYOUTS)
+]
 
 
 @pytest.mark.parametrize(("grad", "layout"), PAIRS)
@@ -40,6 +46,17 @@ def test_t46_every_length_to_257_on_every_isa(grad: str, layout: str) -> None:
             assert run.counts.tolist() == [1]
 
 
+@pytest.mark.parametrize(("grad", "layout", "moments"), BF16_MOMENTS)
+def test_bf16_moments_at_every_length_and_odd_alignment(grad: str, layout: str, moments: tuple[str, str]) -> None:
+    rng = np.random.default_rng(10)
+    for n in range(0, 258, 3):
+        case = Case.random(rng, n, grad, layout, moments=moments)
+        expected = case.expected(step=n + 1)
+        for isa in ISAS:
+            shifts = tuple(int(s) for s in rng.integers(0, 33, 5))
+            run_step(case, isa=isa, count=n, shifts=shifts).assert_equal(expected, (n, isa, shifts))
+
+
 @pytest.mark.parametrize(("grad", "layout"), PAIRS)
 def test_t46_alignment_of_an_element_only(grad: str, layout: str) -> None:
     rng = np.random.default_rng(2)
@@ -50,11 +67,21 @@ def test_t46_alignment_of_an_element_only(grad: str, layout: str) -> None:
             run_step(case, isa=isa, shifts=shifts).assert_equal(case.expected(), (isa, shifts))
 
 
-@pytest.mark.parametrize(("grad", "layout"), [("bf16", "split"), ("fp32", "fp32"), ("fp16", "fp16"), ("bf16", "bf16")])
-def test_threads_and_ranges_do_not_change_a_bit(grad: str, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("grad", "layout", "moments"),
+    [
+        ("bf16", "split", MOMENTS[0]),
+        ("bf16", "split", MOMENTS[1]),
+        ("fp32", "fp32", MOMENTS[0]),
+        ("fp32", "fp32", MOMENTS[2]),
+        ("fp16", "fp16", MOMENTS[0]),
+        ("bf16", "bf16", MOMENTS[0]),
+    ],
+)
+def test_threads_and_ranges_do_not_change_a_bit(grad: str, layout: str, moments: tuple[str, str]) -> None:
     rng = np.random.default_rng(3)
     n = 5 * 65536 + 77
-    case = Case.random(rng, n, grad, layout, special=0.001)
+    case = Case.random(rng, n, grad, layout, special=0.001, moments=moments)
     expected = case.expected(scale=0.37)
     scale = np.array([0.37], dtype=np.float32)
     cuts = (1, 1, 100, 65535, 70000, 200001)
@@ -73,7 +100,8 @@ def test_any_bits_at_all(data: st.DataObject) -> None:
     grad, layout = data.draw(st.sampled_from(PAIRS))
     step = data.draw(st.integers(1, 200_000))
     scale = data.draw(st.floats(width=32, allow_nan=True))
-    case = Case(grad, layout, as_grad(values[0], grad), reference.canonical(values[1]), values[2], values[3])
+    first, second = (as_moment(v, d) for v, d in zip(values[2:], data.draw(st.sampled_from(MOMENTS)), strict=True))
+    case = Case(grad, layout, as_grad(values[0], grad), reference.canonical(values[1]), first, second)
     for isa in ISAS:
         factor = np.array([scale], dtype=np.float32)
         run = run_step(case, isa=isa, count=step - 1, scale=factor)
@@ -81,20 +109,20 @@ def test_any_bits_at_all(data: st.DataObject) -> None:
         assert run.counts.tolist() == [step]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_thousand_random_steps(layout: str) -> None:
+@pytest.mark.parametrize(("layout", "moments"), [*((k, MOMENTS[0]) for k in LAYOUTS), ("split", MOMENTS[1])])
+def test_a_thousand_random_steps(layout: str, moments: tuple[str, str]) -> None:
     rng = np.random.default_rng(4)
     n = 513
     master = (rng.standard_normal(n) * np.exp2(rng.integers(-140, 3, n))).astype(np.float32)
-    zero = np.zeros(n, dtype=np.float32)
+    first, second = (as_moment(np.zeros(n, dtype=np.float32), dtype) for dtype in moments)
     grads = [
         as_grad((rng.standard_normal(n) * 10.0 ** rng.integers(-30, 2)).astype(np.float32), "bf16") for _ in range(8)
     ]
     runs = []
     for isa in ISAS:
-        case = Case("bf16", layout, grads[0], master, zero, zero)
+        case = Case("bf16", layout, grads[0], master, first, second)
         runs.append(native_run(case, isa=isa, threads=2, cuts=(130, 131)))
-    p, m, v = master, zero, zero
+    p, m, v = master, first, second
     for step in range(1, 1001):
         grad = grads[int(rng.integers(8))]
         p, m, v = reference.adamw(p, m, v, grad, step, HYPER, TABLES)
@@ -160,6 +188,33 @@ def test_every_tie_between_16_bit_weights(layout: str) -> None:
     assert case.expected(hyper=hyper)["exp_avg"].tobytes() == zero.tobytes()
     for isa in ISAS:
         run_step(case, isa=isa, hyper=hyper).assert_equal(stored(master, layout), isa)
+
+
+def test_bf16_moments_are_rounded_without_bias_and_never_stall() -> None:
+    """To nearest, exp_avg_sq with beta2 = 0.999 would stay where a change is below half a unit."""
+    hyper = reference.Hyper(lr=0.0, weight_decay=0.0, beta1=0.9, beta2=0.999, eps=1e-8)
+    tables = bias_tables(hyper.beta1, hyper.beta2, 5000)
+    rng, n = np.random.default_rng(12), 4096
+    p, m, v = np.zeros(n, np.float32), *(as_moment(np.zeros(n, np.float32), "bf16") for _ in range(2))
+    exact_m, exact_v = np.zeros(n), np.zeros(n)
+    for step in range(1, 4001):
+        grad = as_moment((rng.standard_normal(n) * 1e-3).astype(np.float32), "bf16")
+        p, m, v = reference.adamw(p, m, v, grad, step, hyper, tables)
+        g = reference.float_of(grad).astype(np.float64)
+        exact_m, exact_v = 0.9 * exact_m + 0.1 * g, 0.999 * exact_v + 0.001 * g * g
+    ratio = reference.float_of(v) / exact_v
+    assert abs(ratio.mean() - 1.0) < 0.003
+    assert ratio.std() < 0.06
+    error = reference.float_of(m) - exact_m
+    assert abs(error.mean()) < 3 * error.std() / np.sqrt(n)
+    assert error.std() < 0.01 * exact_m.std()
+
+
+def test_infinite_and_nan_moments_stay_what_they_are_in_bf16() -> None:
+    given = np.array([0x7F800000, 0xFF800000, 0x7FC00000, 0x00000000, 0x80000000], np.uint32).view(np.float32)
+    for random in (0, 0xFFFF):
+        stored = reference.bf16_moment(given, np.full(given.size, random, np.uint32))
+        assert stored.tolist() == [0x7F80, 0xFF80, 0x7FC0, 0x0000, 0x8000]
 
 
 def test_split_master_is_lossless_up_to_infinity() -> None:

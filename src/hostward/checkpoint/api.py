@@ -45,6 +45,7 @@ from hostward.checkpoint.saving import PLAIN, RANKS, typed_failures
 from hostward.checkpoint.state_dict import (
     OPTIMIZER,
     empty_optimizer_tensors as empty_optimizer_tensors,
+    is_moment,
     optimizer_state as optimizer_state,
     parts_of as parts_of,
     pieces_of,
@@ -53,7 +54,7 @@ from hostward.checkpoint.validate import JSON
 from hostward.checkpoint.writer import in_threads
 from hostward.errors import CheckpointError
 from hostward.model.parameter_names import matched
-from hostward.optim.state_dict import PiecewiseState
+from hostward.optim.state_dict import PiecewiseState, loads, rounds, would_round
 from hostward.plan.memory_model import LOADED_AT_ONCE_BYTES, writer_count
 
 _SHOWN_NAMES = 3
@@ -429,10 +430,14 @@ def _index(metadata: Metadata) -> dict[str, tuple[tuple[int, ...], torch.dtype]]
 def _check_same_model(
     path: Path, index: Mapping[str, tuple[tuple[int, ...], torch.dtype]], into: Mapping[str, torch.Tensor]
 ) -> None:
+    shared = {name: tensor for name, tensor in into.items() if name in index}
+    rounded = [name for name, tensor in shared.items() if is_moment(name) and would_round(index[name][1], tensor.dtype)]
+    if rounded:
+        raise rounds(f"checkpoint {path}: {_first(rounded)}")
     differing = [
         f"{name} (saved {_describe(*index[name])}, wanted {_describe(tuple(tensor.shape), tensor.dtype)})"
-        for name, tensor in into.items()
-        if name in index and (tensor.is_meta or index[name] != (tuple(tensor.shape), tensor.dtype))
+        for name, tensor in shared.items()
+        if tensor.is_meta or index[name][0] != tuple(tensor.shape) or not _loads(name, index[name][1], tensor.dtype)
     ]
     groups = {
         "missing in the checkpoint": [name for name in into if name not in index],
@@ -446,6 +451,11 @@ def _check_same_model(
             why="; ".join(found),
             fix="build the model as the run did that saved it, or load a checkpoint of this model",
         )
+
+
+def _loads(name: str, saved: torch.dtype, wanted: torch.dtype) -> bool:
+    """Return whether a tensor of a checkpoint loads into one of dtype `wanted`: as it is, or a moment exactly."""
+    return loads(saved, wanted, name.rsplit("/", 1)[-1]) if is_moment(name) else saved is wanted
 
 
 def _describe(shape: tuple[int, ...], dtype: torch.dtype) -> str:

@@ -117,6 +117,11 @@ def empty_optimizer_tensors(optimizer: AdamW, names: Collection[str] | None = No
     return {f"{OPTIMIZER}{n}/{role}": t for n, entry in state.items() for role, t in entry.items()}
 
 
+def is_moment(name: str) -> bool:
+    """Return whether a tensor of a checkpoint is a moment."""
+    return name.startswith(OPTIMIZER) and name.rsplit("/", 1)[-1] in ("exp_avg", "exp_avg_sq")
+
+
 def optimizer_state(plain: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Return the state dict for `AdamW.load_state_dict` from plain values and tensors as `parts_of` names them."""
     state: dict[str, dict[str, torch.Tensor]] = {}

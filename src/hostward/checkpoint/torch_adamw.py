@@ -143,7 +143,11 @@ def _check_moments(name: str, entry: Mapping[str, Any]) -> dict[str, torch.Tenso
     missing = [key for key in ("step", *_MOMENTS) if key not in entry]
     if missing:
         raise CheckpointError(f"the state of {name!r} has no {missing[0]!r}", why="it is not the state of an AdamW")
-    first, second = (entry[key] for key in _MOMENTS)
+    # From bf16 exactly: torch's own step has fp32 moments.
+    first, second = (
+        moment.float() if isinstance(moment, torch.Tensor) and moment.dtype is torch.bfloat16 else moment
+        for moment in (entry[key] for key in _MOMENTS)
+    )
     for key, moment in zip(_MOMENTS, (first, second), strict=True):
         if not isinstance(moment, torch.Tensor) or moment.dtype != torch.float32:
             kind = moment.dtype if isinstance(moment, torch.Tensor) else type(moment).__name__

@@ -311,10 +311,15 @@ def convert(
     folder: Folder,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A folder that does not exist yet.")],
     form: Annotated[
-        str, typer.Option("--to", metavar="safetensors|torch", help="Weights for transformers, or all for torch.optim.")
+        str,
+        typer.Option(
+            "--to",
+            metavar="safetensors|torch|bf16-moments",
+            help="Weights for transformers, all for torch.optim, or a checkpoint with its moments rounded to bf16.",
+        ),
     ] = "safetensors",
 ) -> None:
-    """Write the weights as transformers loads them, or weights and state for torch.optim.AdamW."""
+    """Write the weights as transformers loads them, weights and state for torch.optim.AdamW, or moments in bf16."""
     from hostward.trainer import export
 
     for path in export.convert(folder, out, form):

@@ -197,6 +197,12 @@ class OptimizerConfig(Options):
     adam_beta2: float = option(0.999, "Decay of the second moment, in [0, 1).")
     adam_eps: float = option(1e-8, "Term that keeps the update finite.")
     clip_grad: float = option(1.0, "Largest global L2 norm of the gradient. 0: no clipping.")
+    exp_avg_dtype: str = option(
+        "fp32", "Dtype in which the first moment is stored.", choices=("fp32", "bf16"), aliases=DTYPE_ALIASES
+    )
+    exp_avg_sq_dtype: str = option(
+        "fp32", "Dtype in which the second moment is stored.", choices=("fp32", "bf16"), aliases=DTYPE_ALIASES
+    )
     decoupled_weight_decay: bool = option(True, "AdamW; False would be Adam with L2 regularisation.")
 
     optimizer_cpu_offload: bool = option(False, "Keep and step a share of the optimizer state on the host.")

@@ -60,17 +60,51 @@ def master_kind(dtype: Dtype, *, split: bool = True) -> MasterKind:
     return MasterKind.SPLIT if dtype is Dtype.BF16 and split else MasterKind.PLAIN
 
 
-_STATE_BYTES = {MasterKind.WEIGHT: 8, MasterKind.SPLIT: 10, MasterKind.PLAIN: 12}
+@dataclass(frozen=True, slots=True)
+class StateFormat:
+    """Say how the optimizer stores state: the one value that bytes, buffers, copies and kernels follow from.
+
+    The dtypes of the moments are fp32 or bf16, each by itself. `split_master`: of the fp32 main weight of a bf16 weight
+    only the low 16 bits are stored, besides the weight.
+    """
+
+    exp_avg: Dtype = Dtype.FP32
+    exp_avg_sq: Dtype = Dtype.FP32
+    split_master: bool = True
+
+    def __post_init__(self) -> None:
+        for name, dtype in (("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq)):
+            if dtype not in (Dtype.FP32, Dtype.BF16):
+                raise ConfigError(
+                    f"{name} in {dtype}",
+                    why="moments are stored in fp32 or bf16; fp16 has too few exponents for squares of gradients",
+                    fix=f"{name} in fp32 or bf16",
+                )
+
+    @property
+    def fp32_moments(self) -> bool:
+        """Return whether both moments are fp32."""
+        return self.exp_avg is self.exp_avg_sq is Dtype.FP32
+
+    def parts(self, kind: MasterKind) -> tuple[int, ...]:
+        """Return the bytes per element of exp_avg, exp_avg_sq and, if any, what is stored of the main weight."""
+        return tuple(
+            size for size in (self.exp_avg.itemsize_bytes, self.exp_avg_sq.itemsize_bytes, _LOW_BYTES[kind]) if size
+        )
 
 
-def state_bytes_per_element(kind: MasterKind) -> int:
-    """Return the bytes of optimizer state per offloaded element: moments 8, low 16 bits 2 or main weight 4."""
-    return _STATE_BYTES[kind]
+_LOW_BYTES = {MasterKind.WEIGHT: 0, MasterKind.SPLIT: 2, MasterKind.PLAIN: 4}
+FP32_STATE = StateFormat()
 
 
-def host_bytes_per_element(dtype: Dtype, kind: MasterKind) -> int:
+def state_bytes_per_element(kind: MasterKind, form: StateFormat = FP32_STATE) -> int:
+    """Return the bytes of optimizer state per offloaded element: moments, and low 16 bits 2 or main weight 4."""
+    return sum(form.parts(kind))
+
+
+def host_bytes_per_element(dtype: Dtype, kind: MasterKind, form: StateFormat = FP32_STATE) -> int:
     """Return the host bytes of one offloaded element, without gradients: its state and its weight as upload source."""
-    return state_bytes_per_element(kind) + dtype.itemsize_bytes
+    return state_bytes_per_element(kind, form) + dtype.itemsize_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +153,7 @@ class Bucket:
     group: int
     kind: MasterKind
     ranges: tuple[Range, ...]
+    form: StateFormat = FP32_STATE
 
     @cached_property
     def name(self) -> str:
@@ -145,12 +180,22 @@ class Bucket:
         return tuple(offsets)
 
     @cached_property
+    def state_element_bytes(self) -> int:
+        """Return the bytes of optimizer state of one element."""
+        return state_bytes_per_element(self.kind, self.form)
+
+    @cached_property
+    def host_element_bytes(self) -> int:
+        """Return the host bytes of one offloaded element, without gradients: its state and its weight."""
+        return host_bytes_per_element(self.dtype, self.kind, self.form)
+
+    @cached_property
     def state_bytes(self) -> int:
-        return self.numel * state_bytes_per_element(self.kind)
+        return self.numel * self.state_element_bytes
 
     @cached_property
     def host_bytes(self) -> int:
-        return self.numel * host_bytes_per_element(self.dtype, self.kind)
+        return self.numel * self.host_element_bytes
 
     @cached_property
     def rows(self) -> dict[str, Any]:
@@ -198,7 +243,7 @@ def bucket_cap(numel: int) -> int:
 
 
 def cut_buckets(
-    parameters: Iterable[Parameter], *, cap: int | None = None, first_index: int = 0, split_master: bool = True
+    parameters: Iterable[Parameter], *, cap: int | None = None, first_index: int = 0, form: StateFormat = FP32_STATE
 ) -> tuple[Bucket, ...]:
     """Cut parameters, given in order of use in forward, into buckets of at most `cap` elements.
 
@@ -225,8 +270,8 @@ def cut_buckets(
     def close() -> None:
         if open_ranges and open_key is not None:
             layer, dtype, group = open_key
-            kind = master_kind(dtype, split=split_master)
-            buckets.append(Bucket(first_index + len(buckets), layer, dtype, group, kind, tuple(open_ranges)))
+            kind = master_kind(dtype, split=form.split_master)
+            buckets.append(Bucket(first_index + len(buckets), layer, dtype, group, kind, tuple(open_ranges), form))
             open_ranges.clear()
 
     for parameter in (p for p in parameters if p.numel):

@@ -54,6 +54,7 @@ FROM_FLAGS: Mapping[str, str] = {
 """Options of `hostward.AdamW` that flags of Megatron say, and which."""
 FROM_MEGATRON = (
     "params", "module", "stages", "tied", "uncounted", "shards", "waits", "fence", "grad_dtype", "gradients", "plan",
+    "state_dtypes",
 )  # fmt: skip
 """Options of `hostward.AdamW` that follow from how Megatron keeps weights and gradients."""
 REPLACED = (
@@ -234,10 +235,11 @@ def require_supported(config: Any, chunks: Sequence[Any]) -> None:
         refuse("optimizer_cuda_graph", "the CPU's part of the step is not in a graph", "leave optimizer_cuda_graph out")
     if getattr(ddp, "num_distributed_optimizer_instances", 1) > 1:
         refuse("num_distributed_optimizer_instances > 1", "each instance has the same shards", "one instance")
-    kept = {"exp_avg_dtype": torch.float32, "exp_avg_sq_dtype": torch.float32, "main_params_dtype": torch.float32}
-    for flag, dtype in kept.items():
-        if getattr(config, flag, dtype) is not dtype:
-            refuse(f"{flag}={getattr(config, flag)}", "state is kept in fp32", f"{flag}=torch.float32")
+    if getattr(config, "main_params_dtype", torch.float32) is not torch.float32:
+        refuse(f"main_params_dtype={config.main_params_dtype}", "it is fp32", "main_params_dtype=torch.float32")
+    for role, dtype in _moments(config).items():
+        if dtype not in (torch.float32, torch.bfloat16):
+            refuse(f"{role}_dtype={dtype}", "moments are fp32 or bf16", f"{role}_dtype=torch.bfloat16")
     if config.clip_grad and config.clip_grad < 0:
         refuse(f"clip_grad={config.clip_grad}", "a limit is positive", "clip_grad=0: no clipping")
     for flag in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
@@ -249,6 +251,18 @@ def require_supported(config: Any, chunks: Sequence[Any]) -> None:
             refuse("grad_norm_skip_threshold", "norm and clipping are part of the step", by_megatron)
         if any(getattr(p, "grad_norm_group", None) for chunk in chunks for p in chunk.parameters()):
             refuse("grad_norm_group, as of multi-token prediction,", "there is one norm of all gradients", by_megatron)
+
+
+def _moments(config: Any) -> dict[str, torch.dtype]:
+    """Return the dtypes of moments that Megatron's options ask for."""
+    return {role: getattr(config, f"{role}_dtype", torch.float32) for role in ("exp_avg", "exp_avg_sq")}
+
+
+def _as_stored(value: torch.Tensor, stored: torch.dtype) -> torch.Tensor:
+    """Return a value on the host in the dtype in which it is stored, or in fp32 where that would lose bits."""
+    exact = value.detach().to("cpu", torch.float32)
+    rounded = exact.to(stored)
+    return rounded if torch.equal(rounded.float().view(torch.int32), exact.view(torch.int32)) else exact
 
 
 def _state_is_there(*_: Any) -> None:
@@ -571,6 +585,7 @@ class Offloading:
             use_torch_optimizer=bool(self.config.use_torch_optimizer_for_cpu_offload),
             max_grad_norm=self.config.clip_grad if self.clips else None,
             grad_dtype=self._gradient_dtype(),
+            state_dtypes=_moments(self.config),
             stages=stages,
             uncounted=uncounted,
             shards=self._cut,
@@ -953,8 +968,11 @@ class Offloading:
 
     def _write(self, shard: _Shard, values: Mapping[str, Any]) -> None:
         optimizer = self.optimizer
+        stored = _moments(self.config)
         whole = {
-            name: value if name == "step" else value.detach().to("cpu", torch.float32).reshape(shard.weight.shape)
+            name: value
+            if name == "step"
+            else _as_stored(value, stored.get(name, torch.float32)).reshape(shard.weight.shape)
             for name, value in values.items()
         }
         if "master" in whole and shard.weight.dtype is torch.float32:

@@ -71,6 +71,31 @@ def fp16_weight(master: Array) -> Array:
     return np.where(np.isnan(master), np.uint16(0x7E00), half.view(np.uint16)).astype(np.uint16).view(np.float16)
 
 
+def mix(values: Array) -> Array:
+    """Return a one-to-one function of uint32 values, each bit of which depends on every bit of the value."""
+    values = (values ^ (values >> np.uint32(16))) * np.uint32(0x7FEB352D)
+    values = (values ^ (values >> np.uint32(15))) * np.uint32(0x846CA68B)
+    mixed: Array = values ^ (values >> np.uint32(16))
+    return mixed
+
+
+def rounding_bits(exp_avg: Array, exp_avg_sq: Array, step: int) -> tuple[Array, Array]:
+    """Return 16 random bits (uint32) for the rounding of each moment: a function of both new moments and the step."""
+    key = mix(np.array([step & 0xFFFFFFFF], dtype=np.uint32))
+    random = mix((exp_avg_sq.view(np.uint32) * np.uint32(0x9E3779B1) + exp_avg.view(np.uint32)) ^ key)
+    return random & np.uint32(0xFFFF), random >> np.uint32(16)
+
+
+def bf16_moment(moment: Array, random: Array) -> Array:
+    """Round float32 moments to bf16 bits (uint16), up with a probability of what would be cut off.
+
+    Args:
+        moment: float32, NaNs canonical.
+        random: uint32 below 2**16, of the same shape.
+    """
+    return ((moment.view(np.uint32) + random) >> np.uint32(16)).astype(np.uint16)
+
+
 def table_entry(table: Array, other: Array, step: int) -> int:
     """Return the table index for `step`: the step itself, or the last entry where both tables have reached 1.
 
@@ -98,14 +123,15 @@ def adamw(
     """Make one AdamW step over arrays of one shape.
 
     Args:
-        master, exp_avg, exp_avg_sq: float32.
+        master: float32.
+        exp_avg, exp_avg_sq: float32, or bf16 bits in uint16, each of its own dtype.
         grad: float32, float16, or bf16 bits in uint16.
         step: the step being taken, 1 for the first.
         hyper, tables: see `hostward.kernels.cpu.adamw.bias_tables`.
         scale: factor of the gradients, rounded to float32.
 
     Returns:
-        New (master, exp_avg, exp_avg_sq), float32, NaNs canonical.
+        New (master, exp_avg, exp_avg_sq) in the dtypes given, NaNs canonical.
 
     Raises:
         IndexError: see `table_entry`.
@@ -118,11 +144,16 @@ def adamw(
         eps, decay = f32(hyper.eps), f32(1.0 - hyper.lr * hyper.weight_decay)
         step_size, isb2 = f32(hyper.lr / tables[0][entry]), f32(tables[1][entry])
         g = float_of(grad) * f32(scale)
-        m = (b1 * exp_avg) + (omb1 * g)
-        v = (b2 * exp_avg_sq) + ((omb2 * g) * g)
+        m = (b1 * float_of(exp_avg)) + (omb1 * g)
+        v = (b2 * float_of(exp_avg_sq)) + ((omb2 * g) * g)
         d = (np.sqrt(v) * isb2) + eps
         p = (master * decay) - (step_size * (m / d))
-    return canonical(p), canonical(m), canonical(v)
+    m, v = canonical(m), canonical(v)
+    stored = [
+        bf16_moment(moment, random) if before.dtype == np.uint16 else moment
+        for before, moment, random in zip((exp_avg, exp_avg_sq), (m, v), rounding_bits(m, v, step), strict=True)
+    ]
+    return canonical(p), stored[0], stored[1]
 
 
 def accumulate(total: Array | None, grad: Array) -> Array:

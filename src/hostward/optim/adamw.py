@@ -17,7 +17,7 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT
 
 from hostward.config.arguments import named_options
-from hostward.core.inventory import Inventory
+from hostward.core.inventory import Inventory, StateFormat
 from hostward.core.placement import PlacedBucket, Plan
 from hostward.distributed.flat_shards import FlatPart, FlatShards
 from hostward.errors import HostwardError, ModelError, OrderingError
@@ -59,6 +59,7 @@ from hostward.optim.param_groups import (
     check_members,
     check_variants,
     checked_backend,
+    checked_form,
     checked_norm,
     checked_scale,
     checked_streamed,
@@ -231,6 +232,8 @@ class AdamW(torch.optim.Optimizer):
             float32 on the host, to which they are offloaded in every backward; those of other buckets in `.grad`, in
             float32 too.
         grad_dtype: in which `.grad` accumulates, as torch.float32 for 16-bit models and several microbatches; or None.
+        state_dtypes: dtype of "exp_avg" and of "exp_avg_sq", each torch.float32 (also where it is left out) or
+            torch.bfloat16: half of its bytes, rounded at random when it is stored (docs/exactness.md).
         staging_bytes: device memory for GPU staging buffers, at least one bucket; None: as the plan says, or
             what backward frees, and two buckets besides.
         host_threads: threads of the CPU optimizer step; None: the CPUs of this process over its local ranks, less two.
@@ -267,6 +270,9 @@ class AdamW(torch.optim.Optimizer):
     grad_scale: torch.Tensor | None
     found_inf: torch.Tensor | None
 
+    state_format: StateFormat
+    """How the optimizer stores state: the dtypes of moments, and what is kept of fp32 main weights."""
+
     _step_supports_amp_scaling = True
 
     @named_options
@@ -294,6 +300,7 @@ class AdamW(torch.optim.Optimizer):
         use_torch_optimizer: bool = False,
         gradients: str | None = None,
         grad_dtype: torch.dtype | None = None,
+        state_dtypes: Mapping[str, torch.dtype] | None = None,
         staging_bytes: int | None = None,
         host_threads: int | None = None,
         plan: PlanFile | str | Path | None = None,
@@ -315,8 +322,9 @@ class AdamW(torch.optim.Optimizer):
         self._mix = PlacementPolicy(offload_fraction, streamed, plan, gradients, device_memory)
         self._pin_gradients = pin_gradients and self._mix.pin_gradients
         self._pin_weights = pin_weights and self._mix.pin_weights
-        self._overlap = overlap and not use_torch_optimizer
+        self._overlap, self._host_threads = overlap and not use_torch_optimizer, host_threads
         self._backend, self._use_torch_optimizer = checked_backend(backend), use_torch_optimizer
+        self.state_format = checked_form(state_dtypes, use_torch_optimizer)
         self._sums_on_host = sums_on_host(self._mix.gradients, overlap=self._overlap, grad_dtype=grad_dtype)
         self._grad_dtype = torch.float32 if self._sums_on_host else grad_dtype
         self._summed: frozenset[int] = frozenset()
@@ -324,15 +332,13 @@ class AdamW(torch.optim.Optimizer):
         check_count("host_threads", host_threads)
         self._staging_bytes = self._mix.staging_bytes if staging_bytes is None else staging_bytes
         check_count("staging_bytes", self._staging_bytes)
-        self._host_threads = host_threads
         self._tracked: list[ParamRecord] = []
         self._states: list[BucketState] = []
         self._placements: list[PlacedBucket] = []
         self._pending: list[ParamRecord] = []
         self._waiting: list[ParamRecord] = []
         """Parameters whose weights hostward.move() has left on the CPU, for attach()."""
-        self._watch = WeightWatch([])
-        self._readers, self._sleeper = Readers(), Sleeper()
+        self._watch, self._readers, self._sleeper = WeightWatch([]), Readers(), Sleeper()
         self._unchanged, self._told_of_writes, self._scaled = True, False, False
         self._memory: Memory
         self._forward_hooks: ForwardHooks | None = None
@@ -411,9 +417,9 @@ class AdamW(torch.optim.Optimizer):
         self.tied.require_known([*self._tracked, *new])
         require_names("uncounted", self._uncounted, [*self._tracked, *new])
         require_parts(self._shards, [*self._tracked, *new])
-        first, split = len(self._states), not self._use_torch_optimizer
+        first, form = len(self._states), self.state_format
         used, ranks = self._places.by_use(new), ranks_of(new)
-        buckets, plan = self._mix.place(backend, used, self._grad_dtype, first, split_master=split, ranks=ranks)
+        buckets, plan = self._mix.place(backend, used, self._grad_dtype, first, form=form, ranks=ranks)
         self.offload_fraction = plan.asked_fraction
         placements = [b.placement for b in plan.buckets]
         grad_dtypes = landing_dtypes(buckets, {t.name: t.parameter for t in new}, self._grad_dtype)
@@ -434,7 +440,7 @@ class AdamW(torch.optim.Optimizer):
             if not is_away(t.parameter):
                 backend.adopt(t.local.data, "weights", counted=True)
         self._by_name = {t.name: t for t in self._tracked}
-        self._access = StateAccess(pieces(self._states), self._by_name)
+        self._access = StateAccess(pieces(self._states), self._by_name, form)
         for t in new:
             self._access.reseed(t.name)
         with explained(backend, asked):
@@ -699,9 +705,9 @@ class AdamW(torch.optim.Optimizer):
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
         """Return the state by parameter name, independent of placement; tensors on the CPU and plain values only.
 
-        The tensors are copies: 12 bytes of host memory per parameter, 8 for fp32 weights. torch.optim returns its own
-        tensors instead. Here they would change under a writer in the background, and each is a part of a slab that
-        torch.save would write as a whole.
+        The tensors are copies: with fp32 moments 12 bytes of host memory per parameter, 8 for fp32 weights. torch.optim
+        returns its own tensors instead. Here they would change under a writer in the background, and each is a part of
+        a slab that torch.save would write as a whole.
 
         Args:
             copy: False: moments that are stored on the host in one piece are views of the state itself, 8 bytes per
@@ -713,10 +719,11 @@ class AdamW(torch.optim.Optimizer):
 
         Returns:
             {"format": 1, "optimizer": "hostward.AdamW", "state": {name: {"step": int64 [], "exp_avg", "exp_avg_sq":
-            float32 [shape], "master": float32 [shape] for 16-bit weights}}, "param_groups": [{"params": [names],
-            "param_names": [names], "lr", "betas", "eps", "weight_decay", ...}]}, and "parts" if parameters are parts of
-            larger ones: {name: {"whole", "start", "stop", "numel"}}. accelerate, which would move the state to the
-            device and load it back where it wraps an optimizer, is given a token for the state that is there.
+            float32 (or bfloat16, by `state_dtypes`) [shape], "master": float32 [shape] for 16-bit weights}},
+            "param_groups": [{"params": [names], "param_names": [names], "lr", "betas", "eps", "weight_decay",
+            ...}]}, and "parts" if parameters are parts of larger ones: {name: {"whole", "start", "stop", "numel"}}.
+            accelerate, which would move the state to the device and load it back where it wraps an optimizer, is given
+            a token for the state that is there.
 
         Raises:
             ModelError: a step was interrupted, or module or groups are not as they were. MemoryLimitError: the host has
@@ -774,7 +781,7 @@ class AdamW(torch.optim.Optimizer):
         """
         require_uncut(self._parts)
         self._settle()
-        describer = Describer(self.backend, self._readers)
+        describer = Describer(self.backend, self._readers, self.state_format)
         found = {t.name: self._access.pieces(t.name) for t in self._tracked}
         return StateSources(
             STATE_FORMAT,
@@ -811,8 +818,11 @@ class AdamW(torch.optim.Optimizer):
         Hooks run as in torch.optim.Optimizer: those of `register_load_state_dict_pre_hook` on a shallow copy of
         `state_dict`, which they may change or replace, those of `register_load_state_dict_post_hook` at the end.
 
+        Moments in bfloat16 load into float32 exactly; the reverse would lose bits.
+
         Raises:
-            CheckpointError: the state of another optimizer; names, shapes, groups or `parts` that differ.
+            CheckpointError: the state of another optimizer; names, shapes, groups or `parts` that differ; moments in
+                float32 where this optimizer has bfloat16.
         """
         given = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -890,7 +900,8 @@ class AdamW(torch.optim.Optimizer):
         Args:
             name: of the parameter.
             values: any of step (a whole number), exp_avg, exp_avg_sq and, for 16-bit weights, master: float32 of the
-                parameter's shape. A weight that is not the rounded master is set to it.
+                parameter's shape, moments in bfloat16 too, and only so where the optimizer stores them so. A weight
+                that is not the rounded master is set to it.
 
         Raises:
             ModelError: an unknown name; a step was interrupted. CheckpointError: another key, shape or dtype.

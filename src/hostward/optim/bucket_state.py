@@ -1,7 +1,7 @@
 """This module allocates the optimizer state of buckets, and reads and writes it by parameter name.
 
 Tensors of one bucket, all flat and padded to `bucket.offsets[-1]` elements:
-    exp_avg, exp_avg_sq   float32, the moments
+    exp_avg, exp_avg_sq   float32 or bfloat16 (by `bucket.form`), the moments
     remainder             int16, low 16 bits of the fp32 main weight (split main weights)
     master                float32, the fp32 main weight (plain main weights)
     counts                int64 [ranges], finished steps of each range; where the step runs
@@ -20,7 +20,7 @@ from itertools import combinations, pairwise
 
 import torch
 
-from hostward.core.inventory import Bucket, MasterKind, Range, host_bytes_per_element, state_bytes_per_element
+from hostward.core.inventory import Bucket, MasterKind, Range
 from hostward.core.placement import Placement, summed_on_host
 from hostward.errors import HostwardError, PageLockError
 from hostward.runtime.backend import TORCH_DTYPES, Backend, Buffer, Partials, Scalars, Tier, chunks_of
@@ -88,10 +88,9 @@ def host_bytes(buckets: Sequence[Bucket], placements: Sequence[Placement], gradi
     total = 0
     for b, placement, dtype in zip(buckets, placements, gradients, strict=True):
         if placement is Placement.HOST:
-            per_element = host_bytes_per_element(b.dtype, b.kind) + dtype.itemsize
-            total += b.offsets[-1] * per_element + 8 * len(b.ranges)
+            total += b.offsets[-1] * (b.host_element_bytes + dtype.itemsize) + 8 * len(b.ranges)
         elif placement is Placement.STREAMED:
-            total += b.offsets[-1] * state_bytes_per_element(b.kind)
+            total += b.offsets[-1] * b.state_element_bytes
     return total
 
 
@@ -121,19 +120,22 @@ def allocate_states(
         chosen = [i for i, p in enumerate(placements) if p is placement]
         tier = Tier.HOST if placement.offloaded else Tier.DEVICE
         pinned = placement is Placement.STREAMED
-        sizes = [buckets[i].offsets[-1] for i in chosen]
-        exp_avg = take(tier, sizes, torch.float32, "exp_avg", pinned)
-        exp_avg_sq = take(tier, sizes, torch.float32, "exp_avg_sq", pinned)
+        moments: dict[str, dict[int, Buffer]] = {"exp_avg": {}, "exp_avg_sq": {}}
+        for role, found in moments.items():
+            for dtype, torch_dtype in TORCH_DTYPES.items():
+                of_dtype = [i for i in chosen if getattr(buckets[i].form, role) is dtype]
+                sizes = [buckets[i].offsets[-1] for i in of_dtype]
+                found.update(zip(of_dtype, take(tier, sizes, torch_dtype, role, pinned), strict=True))
         stepping = Tier.HOST if placement is Placement.HOST else Tier.DEVICE
         counts = take(stepping, [len(buckets[i].ranges) for i in chosen], torch.int64, "step counts")
         for k, i in enumerate(chosen):
-            states[i] = BucketState(buckets[i], placement, exp_avg[k], exp_avg_sq[k], counts[k])
-        for kind, dtype, owner in (
+            states[i] = BucketState(buckets[i], placement, moments["exp_avg"][i], moments["exp_avg_sq"][i], counts[k])
+        for kind, low_dtype, owner in (
             (MasterKind.SPLIT, torch.int16, "remainder"),
             (MasterKind.PLAIN, torch.float32, "master"),
         ):
             with_low = [s for i in chosen if (s := states[i]) is not None and s.bucket.kind is kind]
-            lows = take(tier, [s.bucket.offsets[-1] for s in with_low], dtype, owner, pinned)
+            lows = take(tier, [s.bucket.offsets[-1] for s in with_low], low_dtype, owner, pinned)
             for state, low in zip(with_low, lows, strict=True):
                 state.low = low
     done = [s for s in states if s is not None]
@@ -302,7 +304,7 @@ class AllocationRequest:
         for bucket, placement, gradient in zip(self.buckets, self.placements, self.gradients, strict=True):
             per_element = 0
             if placement is Placement.STREAMED:
-                per_element = state_bytes_per_element(bucket.kind)
+                per_element = bucket.state_element_bytes
             elif placement is Placement.HOST:
                 per_element = gradient.itemsize * self.pin_gradients
                 per_element += bucket.dtype.itemsize_bytes * self.pin_weights

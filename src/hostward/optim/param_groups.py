@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hostward.config.schema import alike
+from hostward.core.inventory import StateFormat
 from hostward.core.placement import checked_fraction
 from hostward.errors import ConfigError, ModelError, UnknownNameError
 from hostward.model.parameters import ParamRecord
@@ -40,6 +41,9 @@ def described(optimizer: Any) -> str:
         lines.append(f"  group {number}: {len(group['params'])} tensors, {numel:,} parameters; {settings}")
     if optimizer.max_grad_norm:
         lines.append(f"  max_grad_norm {optimizer.max_grad_norm}")
+    form = optimizer.state_format
+    if not form.fp32_moments:
+        lines.append(f"  exp_avg in {form.exp_avg.value}, exp_avg_sq in {form.exp_avg_sq.value}")
     return "\n".join([*lines, ")", optimizer.plan.explain()])
 
 
@@ -180,6 +184,28 @@ def checked_streamed(value: float | str | ShareOf, use_torch_optimizer: bool) ->
             fix="leave one of them out",
         )
     return share
+
+
+def checked_form(state_dtypes: Mapping[str, torch.dtype] | None, use_torch_optimizer: bool) -> StateFormat:
+    """Return how state is stored, from the dtypes of moments that are asked for. Raises ConfigError."""
+    asked = dict(state_dtypes or {})
+    fix = 'state_dtypes={"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16}, or one of them'
+    unknown = [name for name in asked if name not in ("exp_avg", "exp_avg_sq")]
+    if unknown:
+        raise ConfigError(f"state_dtypes has {unknown[0]!r}", why="it is of exp_avg and exp_avg_sq", fix=fix)
+    for name, dtype in asked.items():
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise ConfigError(
+                f"state_dtypes[{name!r}]={dtype}", why="a moment is stored in torch.float32 or torch.bfloat16", fix=fix
+            )
+    form = StateFormat(**{name: DTYPES[dtype] for name, dtype in asked.items()}, split_master=not use_torch_optimizer)
+    if use_torch_optimizer and not form.fp32_moments:
+        raise ConfigError(
+            "state_dtypes with use_torch_optimizer",
+            why="torch's step rounds bf16 moments to nearest, where they stall",
+            fix="leave one of them out",
+        )
+    return form
 
 
 def sums_on_host(value: object, *, overlap: bool, grad_dtype: object) -> bool:

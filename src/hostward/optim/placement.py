@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from hostward.core.host_limits import Rates
-from hostward.core.inventory import Bucket, cut_buckets, state_bytes_per_element
-from hostward.core.placement import Plan, checked_fraction, place_fraction, placed, streamed_share
+from hostward.core.inventory import FP32_STATE, Bucket, StateFormat, cut_buckets
+from hostward.core.placement import Plan, checked_fraction, place_fraction, placed, step_speed, streamed_share
 from hostward.core.units import size_bytes
 from hostward.errors import ConfigError, MemoryLimitError, PageLockError, RankError
 from hostward.model.parameters import ParamRecord, local_of
@@ -99,8 +99,14 @@ class PlacementPolicy:
             return self._told
         if not buckets:  # a rank without any has measured together with the others
             return 0.0
-        state_bytes, weight_bytes = state_bytes_per_element(buckets[0].kind), buckets[0].dtype.itemsize_bytes
-        return streamed_share(self.rates, state_bytes=state_bytes, weight_bytes=weight_bytes)
+        first = buckets[0]
+        rates, faster = self.rates, step_speed(first)
+        rates = replace(
+            rates,
+            host_parameters_per_s=rates.host_parameters_per_s * faster,
+            busy_host_parameters_per_s=rates.busy_host_parameters_per_s * faster,
+        )
+        return streamed_share(rates, state_bytes=first.state_element_bytes, weight_bytes=first.dtype.itemsize_bytes)
 
     def place(
         self,
@@ -109,7 +115,7 @@ class PlacementPolicy:
         grad_dtype: torch.dtype | None = None,
         first_index: int = 0,
         *,
-        split_master: bool = True,
+        form: StateFormat = FP32_STATE,
         ranks: Ranks | None = None,
     ) -> tuple[tuple[Bucket, ...], Plan]:
         """Return buckets of parameters in order of use in forward, and their placements.
@@ -118,7 +124,7 @@ class PlacementPolicy:
 
         Args:
             grad_dtype: dtype of gradients; None: that of the weights.
-            split_master: whether bf16 weights keep only the low 16 bits of their fp32 main weight.
+            form: how state is stored.
             ranks: the ranks that have parts of the same parameters; all place now.
 
         Raises:
@@ -126,9 +132,9 @@ class PlacementPolicy:
                 gradients alone exceed `device_memory`. RankError: another rank has raised.
         """
         if self._plan is not None:
-            return placed_by_plan(self._plan, tracked, first_index=first_index, split_master=split_master)
+            return placed_by_plan(self._plan, tracked, first_index=first_index, form=form)
         facts = tuple(t.facts for t in tracked)
-        buckets = cut_buckets(facts, first_index=first_index, split_master=split_master)
+        buckets = cut_buckets(facts, first_index=first_index, form=form)
         if self._budget_bytes is not None:
             least = partial(_least_fraction, buckets, grad_dtype, self._budget_bytes)
             self.offload_fraction = _most(least, backend, ranks)
@@ -258,7 +264,7 @@ def planned(plan: object) -> PlanFile | None:
 
 
 def placed_by_plan(
-    plan: PlanFile, tracked: Sequence[ParamRecord], *, first_index: int, split_master: bool
+    plan: PlanFile, tracked: Sequence[ParamRecord], *, first_index: int, form: StateFormat
 ) -> tuple[tuple[Bucket, ...], Plan]:
     """Return buckets of parameters in order of use in forward, and where the plan places them.
 
@@ -268,7 +274,7 @@ def placed_by_plan(
     parts = {t.name: t.facts for t in tracked}
     # A plan knows one group; what it places together stays together where the optimizer has several.
     whole = [replace(parts[t.name], numel=t.parameter.numel(), first=0, group=0) for t in tracked]
-    first = cut_buckets(first_parts(whole, ranks), first_index=first_index, split_master=split_master)
+    first = cut_buckets(first_parts(whole, ranks), first_index=first_index, form=form)
     of_first = plan.placements(first)
     buckets, origins = cut_alike(first, parts, first_index=first_index)
     return buckets, placed(buckets, [of_first.buckets[i].placement for i in origins], of_first.asked_fraction)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hostward.core.inventory import MasterKind, Range
+from hostward.core.inventory import FP32_STATE, MasterKind, Range, StateFormat
 from hostward.core.placement import Placement
 from hostward.distributed.flat_shards import FlatPart
 from hostward.errors import CheckpointError, ConfigError, ModelError
@@ -21,6 +21,7 @@ from hostward.model.parameter_names import matched
 from hostward.model.parameters import ParamRecord
 from hostward.optim.bucket_state import BucketState, join_master, rounded, same_bits, slab_views, split_master
 from hostward.optim.param_groups import NAMES, check_group, shown
+from hostward.runtime.backend import TORCH_DTYPES
 
 _ROLES = ("exp_avg", "exp_avg_sq")
 
@@ -35,8 +36,10 @@ class StateAccess:
         self,
         pieces: Mapping[str, Sequence[tuple[BucketState, int, Range]]],
         tracked: Mapping[str, ParamRecord],
+        form: StateFormat = FP32_STATE,
     ) -> None:
         self._pieces = pieces
+        self._dtypes = state_dtypes(form)
         self._tracked = tracked
         self.empty_counts: Mapping[str, torch.Tensor] = {}
         """Step counts of parameters of which this process has no element, int64 [1]."""
@@ -63,11 +66,12 @@ class StateAccess:
 
     def copied_bytes(self) -> int:
         """Return the host bytes that `read` allocates for all parameters together."""
+        moments = sum(self._dtypes[role].itemsize for role in _ROLES)
         parameters = [t.local for t in self._tracked.values()]
-        return sum(p.numel() * (8 if p.dtype is torch.float32 else 12) for p in parameters)
+        return sum(p.numel() * (moments + (0 if p.dtype is torch.float32 else 4)) for p in parameters)
 
     def read(self, name: str, *, copy: bool = True) -> dict[str, torch.Tensor]:
-        """Return CPU tensors: step int64 [], moments float32 [shape], fp32 main weight [shape] for 16-bit weights.
+        """Return CPU tensors: step int64 [], moments [shape] as stored, fp32 main weight [shape] for 16-bit weights.
 
         They are fresh ones; with copy=False those that are stored on the host in one piece are views of the state
         itself.
@@ -78,7 +82,7 @@ class StateAccess:
         for role in _ROLES:
             whole = None if copy else _one_view([views[role] for _, _, views in found])
             if whole is None:
-                whole = torch.empty(parameter.numel(), dtype=torch.float32, device="cpu")
+                whole = torch.empty(parameter.numel(), dtype=self._dtypes[role], device="cpu")
                 for _, r, views in found:
                     whole[r.start : r.stop].copy_(views[role])
             entry[role] = whole.view(parameter.shape)
@@ -98,7 +102,7 @@ class StateAccess:
         """Return what `read` returns, without its contents."""
         tracked = self._tracked[name]
         roles = [*_ROLES, *([] if tracked.local.dtype is torch.float32 else ["master"])]
-        made = {r: tracked.like(torch.empty(tracked.local.shape, dtype=torch.float32, device="cpu")) for r in roles}
+        made = {r: tracked.like(torch.empty(tracked.local.shape, dtype=self._dtypes[r], device="cpu")) for r in roles}
         return {"step": torch.zeros((), dtype=torch.int64, device="cpu"), **made}
 
     def _empty_count(self, name: str) -> list[torch.Tensor]:
@@ -207,14 +211,42 @@ class StateAccess:
                 fix="load what AdamW.state_dict() returned",
             )
         for role in (role for role in (*_ROLES, "master") if role in entry):
-            value, shape = entry[role], tracked.parameter.shape
-            if not isinstance(value, torch.Tensor) or value.shape != shape or value.dtype is not torch.float32:
+            value, shape, dtype = entry[role], tracked.parameter.shape, self._dtypes[role]
+            if not isinstance(value, torch.Tensor) or value.shape != shape or not loads(value.dtype, dtype, role):
                 found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value)
+                if isinstance(value, torch.Tensor) and value.shape == shape and would_round(value.dtype, dtype):
+                    raise rounds(f"{role} of parameter {name!r}")
+                expected = str(dtype).removeprefix("torch.")
                 raise CheckpointError(
-                    f"{role} of parameter {name!r} is {found} in the saved state, expected float32 {tuple(shape)}",
+                    f"{role} of parameter {name!r} is {found} in the saved state, expected {expected} {tuple(shape)}",
                     fix="load a state of the same model",
                 )
             tracked.part_of(value)
+
+
+def state_dtypes(form: StateFormat) -> dict[str, torch.dtype]:
+    """Return the dtypes of a state's tensors, moments and fp32 main weights, by role."""
+    return {role: TORCH_DTYPES[getattr(form, role)] for role in _ROLES} | {"master": torch.float32}
+
+
+def loads(saved: torch.dtype, wanted: torch.dtype, role: str) -> bool:
+    """Return whether a saved tensor of a state loads into one of dtype `wanted`: as it is, or a moment exactly."""
+    return saved is wanted or (role in _ROLES and saved is torch.bfloat16 and wanted is torch.float32)
+
+
+def would_round(saved: torch.dtype, wanted: torch.dtype) -> bool:
+    """Return whether a saved moment is fp32 where it is stored in bf16."""
+    return saved is torch.float32 and wanted is torch.bfloat16
+
+
+def rounds(what: str) -> CheckpointError:
+    """Return the error for fp32 moments that this optimizer would store in bf16."""
+    return CheckpointError(
+        f"{what} is float32 in the saved state, and this optimizer stores it in bfloat16",
+        why="16 of its 32 bits would be lost, and training would not go on as it was",
+        fix="leave state_dtypes out (in a run: optimizer.exp_avg_dtype and optimizer.exp_avg_sq_dtype); or round it on "
+        "purpose: hostward checkpoint convert FOLDER OUT --to bf16-moments",
+    )
 
 
 def _lacks(roles: Sequence[str], name: str) -> CheckpointError:

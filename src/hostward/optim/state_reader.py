@@ -13,12 +13,12 @@ from typing import Any, TypeAlias
 
 import torch
 
-from hostward.core.inventory import MasterKind, Range
+from hostward.core.inventory import MasterKind, Range, StateFormat
 from hostward.core.placement import Placement
 from hostward.kernels.cpu.memory_copy import Copy, copy
 from hostward.model.parameters import ParamRecord
 from hostward.optim.bucket_state import BucketState, slab_views
-from hostward.runtime.backend import Backend
+from hostward.runtime.backend import TORCH_DTYPES, Backend
 
 _ROLES = ("exp_avg", "exp_avg_sq")
 
@@ -198,8 +198,9 @@ class StateSources:
 class Describer:
     """Describer makes the sources of one optimizer's parameters."""
 
-    def __init__(self, backend: Backend, readers: Readers) -> None:
+    def __init__(self, backend: Backend, readers: Readers, form: StateFormat) -> None:
         self._backend = backend
+        self._form = form
         self._readers = readers
 
     def state(self, tracked: ParamRecord, found: Sequence[tuple[BucketState, int, Range]]) -> dict[str, Source]:
@@ -208,7 +209,7 @@ class Describer:
         made = {}
         for role in _ROLES:
             stretches = tuple(Stretch(r.start, r.stop, v[role]) for _, _, r, v in views)
-            made[role] = self._source(tracked, torch.float32, stretches)
+            made[role] = self._source(tracked, TORCH_DTYPES[getattr(self._form, role)], stretches)
         if tracked.local.dtype is not torch.float32:
             weight = _flat(tracked)
             masters = tuple(_master(state, index, r, v, weight) for state, index, r, v in views)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hostward.core.host_limits import Rates
-from hostward.core.inventory import Bucket, MasterKind, state_bytes_per_element
-from hostward.core.placement import Placement, host_step_bytes, streamed_share
+from hostward.core.inventory import Bucket, MasterKind
+from hostward.core.placement import HOST_STEP_BYTES, Placement, step_speed, streamed_share
 from hostward.errors import ConfigError
 from hostward.plan.decisions import ELEMENTWISE, LEAVES, RECOMPUTED, Choice, Keep
 from hostward.plan.hardware_profile import Hardware, profile_of
@@ -41,9 +41,6 @@ LAYER_S = 150e-6
 """Seconds that one pass over a layer takes beyond its operations and traffic: kernels that do not fill the device."""
 COPY_S = 13e-6
 """Seconds that a copy takes beyond its bytes."""
-HOST_STEP_BYTES = host_step_bytes(state_bytes=state_bytes_per_element(MasterKind.SPLIT), weight_bytes=2)
-"""Host memory that the CPU optimizer step of the hardware file's rate, of bf16 weights, reads and writes per parameter.
-"""
 
 # Defaults for rates that a hardware file does not have. `Speeds.assumed` lists each use.
 _MATMUL_OF_PEAK = 0.7
@@ -92,10 +89,10 @@ def balanced_share(speeds: Speeds, workload: Workload, ahead: float | None = Non
         return speed[Queue.H2D] * speeds.h2d_bytes_per_s + speed[Queue.D2H] * speeds.d2h_bytes_per_s
 
     alone, busy = speeds.slowdown[3], speeds.slowdown[7]
-    host = speeds.host_parameters_per_s
-    rates = Rates(host, duplex(alone), busy[Queue.HOST] * host, duplex(busy), speeds.d2h_bytes_per_s)
     first = buckets[0]
-    state_bytes, weight_bytes = state_bytes_per_element(first.kind), first.dtype.itemsize_bytes
+    state_bytes, weight_bytes = first.state_element_bytes, first.dtype.itemsize_bytes
+    host = speeds.host_parameters_per_s * step_speed(first)
+    rates = Rates(host, duplex(alone), busy[Queue.HOST] * host, duplex(busy), speeds.d2h_bytes_per_s)
     return streamed_share(rates, state_bytes=state_bytes, weight_bytes=weight_bytes, ahead=ahead)
 
 

@@ -7,7 +7,6 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from hostward.core.inventory import state_bytes_per_element
 from hostward.core.placement import Placement, summed_on_host
 from hostward.plan.decisions import Choice
 from hostward.plan.workload import Workload
@@ -47,7 +46,7 @@ class Facts:
         """Bucket sizes in elements, with the padding that aligns ranges."""
         self.padded_numel = np.array(self.padded, np.int64)
         self.bucket_itemsize = np.array([bucket.dtype.itemsize_bytes for bucket in buckets], np.int64)
-        self.state_bytes = self.padded_numel * np.array([state_bytes_per_element(b.kind) for b in buckets], np.int64)
+        self.state_bytes = self.padded_numel * np.array([b.state_element_bytes for b in buckets], np.int64)
         """Bytes of each bucket's state, with that padding."""
         self.step_counts_bytes = 8 * np.array([len(bucket.ranges) for bucket in buckets], np.int64)
         """Bytes of the step counts of each bucket's ranges."""

@@ -412,7 +412,7 @@ def read_ahead(costs: Costs, choice: Choice, needs: Needs) -> float:
     streamed = [b for b, p in zip(buckets, choice.placements, strict=True) if p is Placement.STREAMED]
     if not streamed or not choice.overlapped:
         return 0.0
-    size_bytes = staging_buffer_bytes([streamed_bytes(b.kind, b.offsets[-1]) for b in streamed])
+    size_bytes = staging_buffer_bytes([streamed_bytes(b) for b in streamed])
     slot_s = size_bytes / costs.speeds.h2d_bytes_per_s
     keep = costs.keep_of(choice)
     over_s, ends_s = 0.0, {}

@@ -16,7 +16,7 @@ from itertools import accumulate, product
 from typing import Any
 
 from hostward.core.inventory import Bucket
-from hostward.core.placement import Placement, place_fraction
+from hostward.core.placement import Placement, place_fraction, step_speed
 from hostward.errors import needed_for
 from hostward.plan.cost_model import SUM_BYTES, Costs
 from hostward.plan.decisions import ELEMENTWISE, LEAVES, RECOMPUTED, Choice, Keep
@@ -205,7 +205,7 @@ class LinearProgram:
         backward = sum(c.backward_s for c in costs.layers)
         again = self._of_layers(lambda c, k: c.again_s(k), list(Keep))
         parked = self._of_layers(lambda c, k: c.held_bytes(k), LEAVES)
-        host_s = self._of_buckets(lambda b: b.numel / speeds.host_parameters_per_s, Placement.HOST)
+        host_s = self._of_buckets(lambda b: b.numel / speeds.host_parameters_per_s / step_speed(b), Placement.HOST)
         weights = self._of_buckets(_weight_bytes, Placement.HOST)
         uploads = weights if not self.weights else {}
         state = self._of_buckets(lambda b: b.state_bytes, Placement.STREAMED)

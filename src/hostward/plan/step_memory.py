@@ -247,7 +247,7 @@ class StepModel:
         """Bytes of weights between steps, when the first offloaded layers are already being prefetched."""
         streamed = np.flatnonzero(gradients.is_on[Placement.STREAMED]).tolist()
         buckets = workload.inventory.buckets
-        self._slot_bytes = staging_buffer_bytes([streamed_bytes(buckets[b].kind, facts.padded[b]) for b in streamed])
+        self._slot_bytes = staging_buffer_bytes([streamed_bytes(buckets[b]) for b in streamed])
         self._most = max_staging_buffers(len(streamed), self._slot_bytes, choice.staging_bytes)
         self._late = late_trigger_bucket(facts.numels)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hostward.activations.recompute import Region, Regions, elementwise_in
-from hostward.core.inventory import Dtype, Inventory, cut_buckets, layer_of
+from hostward.core.inventory import FP32_STATE, Dtype, Inventory, StateFormat, cut_buckets, layer_of
 from hostward.errors import ConfigError, ModelError
 from hostward.model.layers import find_layers
 from hostward.model.parameters import ParamRegistry, groups_of
@@ -40,7 +40,7 @@ def workloads_of(
     microbatches: int = 1,
     name: str = "",
     layers: Sequence[torch.nn.Module] | None = None,
-    split_master: bool = True,
+    form: StateFormat = FP32_STATE,
 ) -> list[Workload]:
     """Profile one step of training a causal language model, for each of these sequence lengths.
 
@@ -52,7 +52,7 @@ def workloads_of(
         loss: the loss of training, of token numbers int64 [sequences, tokens].
         name: the model's name; by default its class.
         layers: the layers in order of use, where they cannot be found.
-        split_master: as for buckets; False where torch steps.
+        form: how the optimizer stores state.
 
     Raises:
         ModelError: no layers were found; forward depends on values of tensors; or the model is sharded.
@@ -69,7 +69,7 @@ def workloads_of(
         )
     found = find_layers(model, layers)
     traced = _Traced(model, found, loss)
-    inventory = inventory_of(model, split_master=split_master)
+    inventory = inventory_of(model, form)
     return [
         Workload(
             name or type(model).__name__,
@@ -84,11 +84,11 @@ def workloads_of(
     ]
 
 
-def inventory_of(model: torch.nn.Module, *, split_master: bool = True) -> Inventory:
+def inventory_of(model: torch.nn.Module, form: StateFormat = FP32_STATE) -> Inventory:
     """Return the trainable parameters and the buckets that hostward.AdamW cuts them into."""
     places = ParamRegistry(model)
     facts = tuple(places.tracked(name, p, 0).facts for name, p in places.trainable())
-    return Inventory(facts, cut_buckets(facts, split_master=split_master))
+    return Inventory(facts, cut_buckets(facts, form=form))
 
 
 def _weight_dtype(model: torch.nn.Module) -> Dtype:

@@ -119,8 +119,8 @@ class BoundRange:
 class AdamWOperands:
     """Holds one bucket's state as an AdamW kernel takes it.
 
-    `exp_avg`, `exp_avg_sq` are float32 [padded length]; `low` is the low 16 bits of the fp32 main weight (int16, split)
-    or the fp32 main weight itself (float32, plain), or None. All gradients have one dtype.
+    `exp_avg`, `exp_avg_sq` are float32 or bfloat16 [padded length]; `low` is the low 16 bits of the fp32 main weight
+    (int16, split) or the fp32 main weight itself (float32, plain), or None. All gradients have one dtype.
     """
 
     ranges: Sequence[BoundRange]

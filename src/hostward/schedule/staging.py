@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from hostward.core.inventory import MasterKind, align
+from hostward.core.inventory import Bucket, align
 
 MIN_STAGING_BUFFERS = 2
 """One buffer is read or written while the state in the other is stepped."""
@@ -16,8 +16,6 @@ STAGING_BACKWARD_SHARE = 0.4
 in backward too. It is long enough to fill most of the buffers, and late enough not to delay the other copies.
 """
 STAGING_ALIGNMENT_BYTES = 256
-
-_LOW_BYTES = {MasterKind.WEIGHT: 0, MasterKind.SPLIT: 2, MasterKind.PLAIN: 4}
 
 
 @dataclass(slots=True)
@@ -48,14 +46,12 @@ class StagingDecision:
     release_at: tuple[str | None, ...]
 
 
-def streamed_bytes(kind: MasterKind, padded: int) -> tuple[int, ...]:
+def streamed_bytes(bucket: Bucket) -> tuple[int, ...]:
     """Return the bytes of each part of a streamed bucket's state: exp_avg, exp_avg_sq and, if any, the master's part.
 
-    Args:
-        kind: how the fp32 main weight is stored; it adds 0, 2 (low 16 bits) or 4 bytes (fp32) per element.
-        padded: number of elements of the bucket.
+    Padding is included.
     """
-    return tuple(padded * size for size in (4, 4, _LOW_BYTES[kind]) if size)
+    return tuple(bucket.offsets[-1] * size for size in bucket.form.parts(bucket.kind))
 
 
 def staging_buffer_bytes(parts: Sequence[Sequence[int]]) -> int:

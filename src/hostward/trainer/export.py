@@ -17,7 +17,7 @@ import torch
 
 from hostward.checkpoint import api, files
 from hostward.checkpoint.manifest import MANIFEST
-from hostward.checkpoint.state_dict import MODEL, OPTIMIZER
+from hostward.checkpoint.state_dict import MODEL, OPTIMIZER, is_moment
 from hostward.checkpoint.torch_adamw import to_torch_adamw
 from hostward.config.schema import from_dict
 from hostward.core.units import GIB
@@ -26,7 +26,8 @@ from hostward.report.schema import REPORT_FILE, read_report
 
 SHARD_BYTES = 4 * GIB
 """Size limit of a safetensors file, unless one tensor is larger; an export takes as much host memory."""
-FORMATS = ("safetensors", "torch")
+BF16_MOMENTS = "bf16-moments"
+FORMATS = ("safetensors", "torch", BF16_MOMENTS)
 _FILE = re.compile(r"__(\d+)_\d+\.distcp")
 _ERRNO = re.compile(r"\(os error (\d+)\)")
 
@@ -137,7 +138,8 @@ def convert(path: Path, out: Path, form: str) -> list[Path]:
 
     Args:
         form: "safetensors": the weights, as transformers loads them with `from_pretrained(out)`. "torch": `model.pt`
-            and `optimizer.pt` for torch.optim.AdamW; 16-bit weights as their fp32 main weights.
+            and `optimizer.pt` for torch.optim.AdamW; 16-bit weights as their fp32 main weights. "bf16-moments": a
+            checkpoint whose moments are rounded to bf16, to nearest even, for a run that stores them so.
 
     Raises:
         CheckpointError: a checkpoint that is missing or damaged, or was not saved by `hostward train`; `out` exists; an
@@ -157,7 +159,7 @@ def convert(path: Path, out: Path, form: str) -> list[Path]:
             raise CheckpointError(f"target folder {out} exists", fix="name a folder that does not exist, or remove it")
         partial.mkdir()
         try:
-            (_safetensors if form == "safetensors" else _torch)(path, partial, plain)
+            {"safetensors": _safetensors, "torch": _torch, BF16_MOMENTS: _rounded}[form](path, partial, plain)
             partial.rename(out)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -223,6 +225,28 @@ def _torch(path: Path, out: Path, plain: Mapping[str, Any]) -> None:
         # Opened by Python: its OSError is the context of the error that closing the zip file raises.
         with _system_errors_shown(), (out / name).open("xb") as stream:
             torch.save(content, stream)
+
+
+def _rounded(path: Path, out: Path, plain: dict[str, Any]) -> None:
+    if api.read_own(path):
+        raise CheckpointError(
+            f"{path} was saved by several ranks",
+            why="what each of them saved for itself would be lost",
+            fix="resume it on one rank and save again, or go on with moments in fp32",
+        )
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in api.tensor_index(path).items()}
+    api.load_some(path, tensors)
+    for name, tensor in tensors.items():
+        if is_moment(name):
+            tensors[name] = tensor.to(torch.bfloat16)
+    plain["config"]["optimizer"] |= {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+    try:
+        api.save(out, plain["iteration"], tensors=tensors, plain=plain)
+    except CheckpointError as error:
+        behind: BaseException | None = error
+        while behind is not None and not isinstance(behind, OSError):
+            behind = behind.__cause__ or behind.__context__
+        raise behind or error from error  # of a write that fails: the caller names the folder that was asked for
 
 
 @contextmanager

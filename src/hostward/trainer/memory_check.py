@@ -56,7 +56,15 @@ from hostward.trainer.offload_options import (
     staging_bytes,
     sums_on_host,
 )
-from hostward.trainer.plan_request import asked_of, other_division, phases_of, require_by_rows, shares, unplanned
+from hostward.trainer.plan_request import (
+    asked_of,
+    other_division,
+    phases_of,
+    require_by_rows,
+    shares,
+    state_format,
+    unplanned,
+)
 from hostward.trainer.process_group import Ranks
 from hostward.trainer.workload import recipe_workload, usual_folder
 
@@ -339,10 +347,10 @@ def require_same_model(plan: PlanFile, config: Config, vocab_size: int, ranks: R
             "hostward plan with the options of this run makes one",
             others,
         )
-    split_master = not config.optimizer.use_torch_optimizer_for_cpu_offload
+    form = state_format(config)
     model = meta_model(config, vocab_size, TORCH_DTYPES[Dtype(config.model.params_dtype)])
-    whole = inventory_of(model, split_master=split_master)
-    plan.placements(cut_buckets(first_parts(whole.parameters, ranks.size), split_master=split_master))
+    whole = inventory_of(model, form)
+    plan.placements(cut_buckets(first_parts(whole.parameters, ranks.size), form=form))
     layers_of(plan)  # raises for what cannot be executed
 
 
@@ -365,10 +373,6 @@ def asked_choice(config: Config, workload: Workload, speeds: Speeds | None = Non
 
 
 # Checking before any weight is allocated that the checkpoints of a run fit on their disk.
-
-
-SAVED_STATE_BYTES = {Dtype.FP32: 8, Dtype.BF16: 12, Dtype.FP16: 12}
-"""Bytes per parameter besides its weight: two moments, and the fp32 main weight of a 16-bit weight."""
 
 
 def require_room(config: Config, vocab_size: int, resume_from: Path | None, *, first: bool = True) -> None:
@@ -416,7 +420,10 @@ def require_room(config: Config, vocab_size: int, resume_from: Path | None, *, f
 def checkpoint_bytes(config: Config, vocab_size: int) -> int:
     """Return the bytes of one checkpoint of the whole model, without tables of contents and the like."""
     dtype = Dtype(config.model.params_dtype)
-    return parameter_count(config, vocab_size) * (dtype.itemsize_bytes + SAVED_STATE_BYTES[dtype])
+    # Besides the weight: two moments, and the fp32 main weight of a 16-bit weight.
+    form = state_format(config)
+    state = form.exp_avg.itemsize_bytes + form.exp_avg_sq.itemsize_bytes + (0 if dtype is Dtype.FP32 else 4)
+    return parameter_count(config, vocab_size) * (dtype.itemsize_bytes + state)
 
 
 def saves_to_come(config: Config, resume_from: Path | None) -> int:

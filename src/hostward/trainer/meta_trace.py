@@ -18,6 +18,7 @@ from hostward.plan.workload import Workload
 from hostward.profiler.workload import workloads_of
 from hostward.runtime.backend import TORCH_DTYPES
 from hostward.trainer.models import meta_model, on_meta, training_loss
+from hostward.trainer.plan_request import state_format
 
 
 def trace_recipe(config: Config, vocab_size: int | None, lengths: Sequence[int]) -> list[Workload]:
@@ -30,7 +31,7 @@ def trace_recipe(config: Config, vocab_size: int | None, lengths: Sequence[int])
         meta_model(config, vocab_size, TORCH_DTYPES[Dtype(model.params_dtype)]),
         lengths=lengths,
         microbatch_sequences=config.train.micro_batch_size,
-        split_master=not config.optimizer.use_torch_optimizer_for_cpu_offload,
+        form=state_format(config),
     )
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeVar
 
 from hostward.config.rules.table import other_kind, serial
 from hostward.config.schema import Config, get_option, nearest
+from hostward.core.inventory import Dtype, StateFormat
 from hostward.core.placement import Placement, place_fraction
 from hostward.core.units import MIB
 from hostward.errors import ConfigError, NotBuiltError
@@ -273,6 +274,16 @@ class Shares:
             return 0.0, self.offload_fraction
         share = self.offload_fraction * (1 - self.streamed_fraction)
         return share, share
+
+
+def state_format(config: Config) -> StateFormat:
+    """Return how the optimizer stores state, by the options."""
+    options = config.optimizer
+    return StateFormat(
+        Dtype(options.exp_avg_dtype),
+        Dtype(options.exp_avg_sq_dtype),
+        split_master=not options.use_torch_optimizer_for_cpu_offload,
+    )
 
 
 def shares(config: Config) -> Shares:

@@ -246,6 +246,18 @@ OPTIMIZER_RULES = (
         "leave out optimizer.offload_mix and optimizer.offload_optimizer_states, or the torch optimizer",
     ),
     Rule(
+        "torch-optimizer-bf16-moments",
+        PERMANENT,
+        (TORCH_STEP, "optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype"),
+        lambda c, _: (
+            c.optimizer.use_torch_optimizer_for_cpu_offload
+            and (c.optimizer.exp_avg_dtype, c.optimizer.exp_avg_sq_dtype) != ("fp32", "fp32")
+        ),
+        "optimizer.use_torch_optimizer_for_cpu_offload=true with moments in bf16, which torch's step rounds to nearest,"
+        " where they stall",
+        "leave out optimizer.exp_avg_dtype and optimizer.exp_avg_sq_dtype, or the torch optimizer",
+    ),
+    Rule(
         "serial-sums",
         PERMANENT,
         ("optimizer.gradients", OVERLAP, TORCH_STEP),

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from hostward.errors import ConfigError
 from hostward.kernels.cpu.library import Dtype, Isa, Range, Task, check, load
-from hostward.kernels.cpu.operand import FLOATS, Memory, Operands, one_dtype, require_threads
+from hostward.kernels.cpu.operand import FLOATS, MOMENTS, Memory, Operands, one_dtype, require_threads
 
 FloatTable = npt.NDArray[np.float64]
 
@@ -98,7 +98,7 @@ class AdamWTask:
 
     Args:
         ranges: the runs of elements, at least one; all gradients have one dtype, all weights another.
-        exp_avg, exp_avg_sq: fp32 [n], n at least the largest offset + length.
+        exp_avg, exp_avg_sq: fp32 or bf16 [n], each of its own dtype, n at least the largest offset + length.
         remainder: int16 [n], the low 16 bits of the fp32 main weights, for MasterKind.SPLIT, else None.
         master: fp32 [n], the fp32 main weights, for MasterKind.PLAIN, else None. With neither, the weights are fp32.
         hyper: float64 [5]: lr, weight_decay, beta1, beta2, eps.
@@ -139,14 +139,18 @@ class AdamWTask:
         native, grad_dtype, weight_dtype = self._native_ranges(ranges)
         self._ranges = native
         kind = _master_kind(weight_dtype, remainder is not None, master is not None)
+        first = self._operands.check(exp_avg, "exp_avg", MOMENTS, elements, writable=True)
+        second = self._operands.check(exp_avg_sq, "exp_avg_sq", MOMENTS, elements, writable=True)
         self.struct = Task(
             grad_dtype=int(grad_dtype),
             weight_dtype=int(weight_dtype),
             master_kind=int(kind),
             threads=threads,
             isa=int(isa),
-            exp_avg=self._operands.check(exp_avg, "exp_avg", ("fp32",), elements, writable=True).address,
-            exp_avg_sq=self._operands.check(exp_avg_sq, "exp_avg_sq", ("fp32",), elements, writable=True).address,
+            exp_avg_dtype=int(FLOATS[first.dtype]),
+            exp_avg_sq_dtype=int(FLOATS[second.dtype]),
+            exp_avg=first.address,
+            exp_avg_sq=second.address,
             remainder=self._operands.optional(remainder, "remainder", "int16", elements, writable=True),
             master=self._operands.optional(master, "master", "fp32", elements, writable=True),
             ranges=ctypes.addressof(native),

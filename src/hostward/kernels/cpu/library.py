@@ -12,7 +12,7 @@ from typing import Any
 
 from hostward.errors import NativeError
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 LIBRARY_PATH = Path(__file__).resolve().parents[2] / "_native" / "libhostward_native.so"
 
 _BUILD = (
@@ -61,6 +61,8 @@ class Task(ctypes.Structure):
         ("master_kind", ctypes.c_int32),
         ("threads", ctypes.c_int32),
         ("isa", ctypes.c_int32),
+        ("exp_avg_dtype", ctypes.c_int32),
+        ("exp_avg_sq_dtype", ctypes.c_int32),
         ("reserved", ctypes.c_int32),
         ("exp_avg", ctypes.c_void_p),
         ("exp_avg_sq", ctypes.c_void_p),

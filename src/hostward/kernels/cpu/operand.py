@@ -40,6 +40,9 @@ _NUMPY_NAMES = {
 FLOATS = {"fp32": Dtype.FP32, "bf16": Dtype.BF16, "fp16": Dtype.FP16}
 """Element types of gradients and weights by name."""
 
+MOMENTS = ("fp32", "bf16")
+"""Element types of moments by name."""
+
 
 @dataclass(frozen=True)
 class Operand:

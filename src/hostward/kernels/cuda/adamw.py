@@ -98,7 +98,7 @@ def adamw_step(
         blocks: int32 [n_blocks, 2], `block_map(lengths)` of the lengths in `table`.
         grad_dtype, weight_dtype: float32, bfloat16 or float16, or their codes 0, 1, 2.
         master_kind: 0 the fp32 weight itself, 1 bf16 weight and remainder, 2 `master` besides a 16-bit weight.
-        exp_avg, exp_avg_sq: float32 [n].
+        exp_avg, exp_avg_sq: float32 or bfloat16 [n], each of its own dtype.
         remainder: int16 [n], low 16 bits of the fp32 main weights, for master kind 1, else None.
         master: float32 [n], the fp32 main weights, for master kind 2, else None.
         hyper: float64 [5]: lr, weight decay, beta1, beta2, eps.
@@ -122,8 +122,8 @@ def adamw_step(
         raise ConfigError("the bias correction tables are empty", why="entry 0 is unused", fix="use bias_tables")
     device = table.device
     operands = (
-        (exp_avg, "exp_avg", torch.float32, 0),
-        (exp_avg_sq, "exp_avg_sq", torch.float32, exp_avg.numel()),
+        (exp_avg, "exp_avg", _moment_dtype(exp_avg), 0),
+        (exp_avg_sq, "exp_avg_sq", _moment_dtype(exp_avg_sq), exp_avg.numel()),
         (extra, "remainder" if remainder is not None else "master", extra.dtype, exp_avg.numel()),
         (hyper, "hyper", torch.float64, 5),
         (bc1, "bc1", torch.float64, table_length),
@@ -159,7 +159,8 @@ def bind(
 
     Args:
         codes: gradient dtype, weight dtype, master kind.
-        state: exp_avg, exp_avg_sq, and the remainder, the master, or exp_avg again where neither exists.
+        state: exp_avg and exp_avg_sq, each float32 or bfloat16, and the remainder, the master, or exp_avg again where
+            neither exists.
         constants: hyper, bc1, inv_sqrt_bc2, table_length.
     """
     step, advance = _launchers()
@@ -168,13 +169,19 @@ def bind(
     keep = (table, blocks, hyper, bc1, inv_sqrt_bc2)
     if blocks.shape[0] > 0:
         arguments = (table, blocks, *state, hyper, bc1, inv_sqrt_bc2, table_length, scale, skip)
-        launches.append(step.bind(blocks.shape[0], arguments, (*codes, BLOCK_ELEMENTS, _LANES), keep))
+        moments = [int(moment.dtype is torch.bfloat16) for moment in state[:2]]
+        launches.append(step.bind(blocks.shape[0], arguments, (*codes, *moments, BLOCK_ELEMENTS, _LANES), keep))
     if n_ranges > 0:
         # In the same launch it would race with the programs that have yet to read the count.
         counts = (table, n_ranges, bc1, inv_sqrt_bc2, table_length, skip, error)
         programs = -(-n_ranges // _COUNTS_PER_PROGRAM)
         launches.append(advance.bind(programs, counts, (_COUNTS_PER_PROGRAM,), keep))
     return launches
+
+
+def _moment_dtype(moment: torch.Tensor) -> torch.dtype:
+    """Return the dtype that a moment has to have: its own where the kernel takes that, else float32."""
+    return moment.dtype if moment.dtype is torch.bfloat16 else torch.float32
 
 
 @functools.cache

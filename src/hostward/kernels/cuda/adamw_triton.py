@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 FP32 = tl.constexpr(0)
+BF16 = tl.constexpr(1)
 FP16 = tl.constexpr(2)
 MASTER_SPLIT = tl.constexpr(1)
 MASTER_PLAIN = tl.constexpr(2)
@@ -108,6 +109,33 @@ def _weight_bits(bits, WEIGHT: tl.constexpr):
 
 
 @triton.jit
+def _mix(value):
+    """Return a one-to-one function of uint32 values, as `hostward.kernels.reference.mix`."""
+    value = (value ^ (value >> 16)) * tl.full((), 0x7FEB352D, tl.uint32)
+    value = (value ^ (value >> 15)) * tl.full((), 0x846CA68B, tl.uint32)
+    return value ^ (value >> 16)
+
+
+@triton.jit
+def _store_moment(
+    address,
+    first,
+    bits,
+    random,
+    inside,
+    ALIGNED: tl.constexpr,
+    CODE: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Store moments given by their fp32 bits (int32); bf16 ones are rounded up by `random`, uint32 below 2**16."""
+    if CODE == BF16:
+        rounded = (bits.to(tl.uint32, bitcast=True) + random) >> 16
+        _store(address, first, rounded.to(tl.int16), inside, ALIGNED, tl.int16, 2, LANES)
+    else:
+        _store(address, first, bits, inside, ALIGNED, tl.int32, 4, LANES)
+
+
+@triton.jit
 def _step_lanes(
     grad,
     weight,
@@ -125,10 +153,13 @@ def _step_lanes(
     decay,
     step_size,
     inv_sqrt_bc2,
+    step_key,
     ALIGNED: tl.constexpr,
     GRAD: tl.constexpr,
     WEIGHT: tl.constexpr,
     MASTER: tl.constexpr,
+    EXP_AVG: tl.constexpr,
+    EXP_AVG_SQ: tl.constexpr,
     LANES: tl.constexpr,
 ):
     """Step elements [first, first + LANES) of a range; the addresses are those of the range's element 0.
@@ -137,8 +168,14 @@ def _step_lanes(
     """
     inside = (first + tl.arange(0, LANES)) < length
     gradient = load_as_fp32(grad, first, inside, ALIGNED, GRAD, LANES)
-    m = _load(exp_avg, first, inside, ALIGNED, tl.int32, 4, LANES).to(tl.float32, bitcast=True)
-    v = _load(exp_avg_sq, first, inside, ALIGNED, tl.int32, 4, LANES).to(tl.float32, bitcast=True)
+    if EXP_AVG == BF16:
+        m = load_as_fp32(exp_avg, first, inside, ALIGNED, BF16, LANES)
+    else:
+        m = _load(exp_avg, first, inside, ALIGNED, tl.int32, 4, LANES).to(tl.float32, bitcast=True)
+    if EXP_AVG_SQ == BF16:
+        v = load_as_fp32(exp_avg_sq, first, inside, ALIGNED, BF16, LANES)
+    else:
+        v = _load(exp_avg_sq, first, inside, ALIGNED, tl.int32, 4, LANES).to(tl.float32, bitcast=True)
     if MASTER == MASTER_SPLIT:
         high = _load(weight, first, inside, ALIGNED, tl.int16, 2, LANES).to(tl.int32) << 16
         bits = high + _load(extra, first, inside, ALIGNED, tl.int16, 2, LANES).to(tl.int32)
@@ -155,8 +192,13 @@ def _step_lanes(
     p = (p * decay) - (step_size * tl.div_rn(m, d))
 
     bits = _canonical_bits(p)
-    _store(exp_avg, first, _canonical_bits(m), inside, ALIGNED, tl.int32, 4, LANES)
-    _store(exp_avg_sq, first, _canonical_bits(v), inside, ALIGNED, tl.int32, 4, LANES)
+    m_bits, v_bits = _canonical_bits(m), _canonical_bits(v)
+    random = step_key  # not used where both moments are fp32
+    if (EXP_AVG == BF16) | (EXP_AVG_SQ == BF16):
+        both = v_bits.to(tl.uint32, bitcast=True) * tl.full((), 0x9E3779B1, tl.uint32)
+        random = _mix((both + m_bits.to(tl.uint32, bitcast=True)) ^ step_key)
+    _store_moment(exp_avg, first, m_bits, random & 0xFFFF, inside, ALIGNED, EXP_AVG, LANES)
+    _store_moment(exp_avg_sq, first, v_bits, random >> 16, inside, ALIGNED, EXP_AVG_SQ, LANES)
     if MASTER == MASTER_SPLIT:
         _store(weight, first, _weight_bits(bits, WEIGHT), inside, ALIGNED, tl.int16, 2, LANES)
         _store(extra, first, bits.to(tl.int16), inside, ALIGNED, tl.int16, 2, LANES)
@@ -183,6 +225,8 @@ def step_kernel(
     GRAD: tl.constexpr,
     WEIGHT: tl.constexpr,
     MASTER: tl.constexpr,
+    EXP_AVG: tl.constexpr,
+    EXP_AVG_SQ: tl.constexpr,
     BLOCK: tl.constexpr,
     LANES: tl.constexpr,
 ):
@@ -212,8 +256,9 @@ def step_kernel(
         step_size = (lr / tl.load(bc1 + entry)).to(tl.float32)
         inv_sqrt_bc2 = tl.load(inv_sqrt_bc2_table + entry).to(tl.float32)
         scale = tl.load(scale_pointer)
-        exp_avg_address = exp_avg.to(tl.int64) + offset * 4
-        exp_avg_sq_address = exp_avg_sq.to(tl.int64) + offset * 4
+        step_key = _mix((count + 1).to(tl.uint32))
+        exp_avg_address = exp_avg.to(tl.int64) + offset * (2 if EXP_AVG == BF16 else 4)
+        exp_avg_sq_address = exp_avg_sq.to(tl.int64) + offset * (2 if EXP_AVG_SQ == BF16 else 4)
         if MASTER == MASTER_SPLIT:
             extra_address = extra.to(tl.int64) + offset * 2
         else:
@@ -225,8 +270,8 @@ def step_kernel(
                 _step_lanes(
                     grad, weight, exp_avg_address, exp_avg_sq_address, extra_address,
                     first + part * LANES, length, scale,
-                    beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay, step_size, inv_sqrt_bc2,
-                    True, GRAD, WEIGHT, MASTER, LANES,
+                    beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay, step_size, inv_sqrt_bc2, step_key,
+                    True, GRAD, WEIGHT, MASTER, EXP_AVG, EXP_AVG_SQ, LANES,
                 )  # fmt: skip
         else:
             for part in range(BLOCK // LANES):
@@ -234,8 +279,8 @@ def step_kernel(
                     _step_lanes(
                         grad, weight, exp_avg_address, exp_avg_sq_address, extra_address,
                         first + part * LANES, length, scale,
-                        beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay, step_size, inv_sqrt_bc2,
-                        False, GRAD, WEIGHT, MASTER, LANES,
+                        beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay, step_size, inv_sqrt_bc2, step_key,
+                        False, GRAD, WEIGHT, MASTER, EXP_AVG, EXP_AVG_SQ, LANES,
                     )  # fmt: skip
 
 

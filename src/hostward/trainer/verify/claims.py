@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from hostward.core.inventory import FP32_STATE, Dtype, StateFormat
 from hostward.core.placement import Placement
 from hostward.kernels import reference
 from hostward.kernels.cpu.adamw import bias_tables
 from hostward.optim.adamw import AdamW
 from hostward.optim.bucket_state import same_bits
+from hostward.runtime.backend import TORCH_DTYPES
 
 MEMORY_TOLERANCE = 0.02
 """Allowed relative difference between the drop in device bytes and the drop that the placement promised."""
@@ -158,10 +160,13 @@ _ELEMENTS = 100_003
 _STEPS = 3
 
 
-def differing_role(device: torch.device, dtype: torch.dtype, placement: Placement) -> str | None:
+def differing_role(
+    device: torch.device, dtype: torch.dtype, placement: Placement, form: StateFormat = FP32_STATE
+) -> str | None:
     """Return the first of exp_avg, exp_avg_sq, master and weight that differs from the numpy reference, or None.
 
-    Three clipped steps of one tensor of `dtype` on `device`, with all its buckets at `placement`.
+    Three clipped steps of one tensor of `dtype` on `device`, with all its buckets at `placement`, and its moments in
+    the dtypes of `form`.
     """
     generator = torch.Generator().manual_seed(1)
     start = torch.randn(_ELEMENTS, generator=generator).to(dtype)
@@ -176,10 +181,14 @@ def differing_role(device: torch.device, dtype: torch.dtype, placement: Placemen
         max_grad_norm=1.0,
         offload_fraction=1.0 if placement.offloaded else 0.0,
         streamed_fraction=1.0 if placement is Placement.STREAMED else 0.0,
+        state_dtypes={"exp_avg": TORCH_DTYPES[form.exp_avg], "exp_avg_sq": TORCH_DTYPES[form.exp_avg_sq]},
     )
     tables = bias_tables(hyper.beta1, hyper.beta2, 16)
     master = start.float().numpy().copy()
-    exp_avg, exp_avg_sq = np.zeros_like(master), np.zeros_like(master)
+    exp_avg, exp_avg_sq = (
+        np.zeros_like(master, dtype=np.float32 if moment is Dtype.FP32 else np.uint16)
+        for moment in (form.exp_avg, form.exp_avg_sq)
+    )
     for step in range(1, _STEPS + 1):
         gradient = torch.randn(_ELEMENTS, generator=generator).to(dtype)
         parameter.grad = gradient.to(device)
@@ -192,8 +201,10 @@ def differing_role(device: torch.device, dtype: torch.dtype, placement: Placemen
     state = optimizer.state_dict()["state"]["w"]
     expected = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "master": master}
     for role, value in expected.items():
-        if role in state and not same_bits(state[role], torch.from_numpy(value)):
-            return role
+        if role in state:
+            bits = value.view(np.int16) if value.dtype == np.uint16 else value  # bf16
+            if not same_bits(state[role], torch.from_numpy(bits)):
+                return role
     weight = master
     if dtype is torch.bfloat16:
         weight = reference.bf16_bits(master).view(np.int16)

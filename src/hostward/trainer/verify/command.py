@@ -23,13 +23,14 @@ import torch
 
 from hostward.config.schema import Config
 from hostward.config.validate import check
-from hostward.core.inventory import Dtype, state_bytes_per_element
+from hostward.core.inventory import Dtype
 from hostward.core.placement import Placement
 from hostward.errors import ConfigError
 from hostward.model.parameters import local_of
 from hostward.optim.master_sync import bit_sum
 from hostward.runtime.backend import TORCH_DTYPES, Tier
 from hostward.trainer import loop, setup
+from hostward.trainer.plan_request import state_format
 from hostward.trainer.process_group import Ranks
 from hostward.trainer.run import Run
 from hostward.trainer.setup import require_same_on_all_ranks
@@ -254,9 +255,9 @@ def _not_to_verify(config: Config) -> ConfigError | None:
 def _kernels(config: Config, ranks: Ranks, placements: Iterable[Placement]) -> dict[Placement, str | None]:
     """Return for each placement what its kernel computes differently from the reference, or None."""
     device = setup.choose_device(config.train.device, ranks.local_rank)
-    dtype = TORCH_DTYPES[Dtype(config.model.params_dtype)]
+    dtype, form = TORCH_DTYPES[Dtype(config.model.params_dtype)], state_format(config)
     with _quiet():
-        return {placement: differing_role(device, dtype, placement) for placement in dict.fromkeys(placements)}
+        return {placement: differing_role(device, dtype, placement, form) for placement in dict.fromkeys(placements)}
 
 
 def _prepared(recipe: str, config: Config, case: Case | None, *, deterministic: bool = True) -> Run:
@@ -425,7 +426,7 @@ def _state_away_bytes(run: Run) -> int:
     Parts of small tensors are mostly alignment.
     """
     pairs = zip(run.optimizer.inventory.buckets, run.optimizer.plan.buckets, strict=True)
-    return sum(b.offsets[-1] * state_bytes_per_element(b.kind) for b, row in pairs if row.placement.offloaded)
+    return sum(b.offsets[-1] * b.state_element_bytes for b, row in pairs if row.placement.offloaded)
 
 
 def _left_bytes(run: Run) -> dict[str, int]:

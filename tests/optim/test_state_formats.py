@@ -1,0 +1,124 @@
+"""Moments in bf16: the same bits at every placement and in numpy, half the bytes, and what loads into what."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from optimizer_cases import (
+    MIXES,
+    NEVER,
+    Model,
+    NumpyOptimizer,
+    adamw,
+    assert_equal,
+    backend,
+    set_gradients,
+    snapshot,
+)
+
+import hostward
+from hostward.errors import CheckpointError, ConfigError
+
+BF16, FP32 = torch.bfloat16, torch.float32
+FORMATS = {"both": (BF16, BF16), "first": (BF16, FP32), "second": (FP32, BF16)}
+
+
+def dtypes_of(moments: tuple[torch.dtype, torch.dtype]) -> dict[str, torch.dtype]:
+    return dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))
+
+
+def made(
+    dtype: torch.dtype, moments: tuple[torch.dtype, torch.dtype], **options: object
+) -> tuple[Model, hostward.AdamW]:
+    model = Model(dtype)
+    return model, adamw(model, max_grad_norm=0.5, state_dtypes=dtypes_of(moments), **options)
+
+
+def step(model: Model, optimizer: hostward.AdamW, steps: range) -> None:
+    for number in steps:
+        set_gradients(model, number, skip=[NEVER] if number % 2 else [])
+        optimizer.step()
+
+
+@pytest.mark.parametrize("moments", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_every_placement_has_the_bits_of_the_definition(
+    dtype: torch.dtype, moments: tuple[torch.dtype, torch.dtype]
+) -> None:
+    model = Model(dtype)
+    numpy = NumpyOptimizer.over(model.named_parameters(), moments)
+    for number in range(3):
+        set_gradients(model, number, skip=[NEVER] if number % 2 else [])
+        numpy.step({name: p.grad for name, p in model.named_parameters()}, max_norm=0.5)
+    expected = numpy.snapshot()
+    for mix in ({}, *(MIXES[name] for name in ("host", "streamed", "mixed"))):
+        model, optimizer = made(dtype, moments, **mix, backend=backend(seed=1, threads=2))
+        step(model, optimizer, range(3))
+        assert_equal(snapshot(model, optimizer), expected)
+
+
+def test_state_is_that_many_bytes_smaller_wherever_it_is_stored() -> None:
+    sizes = {}
+    for moments in ((FP32, FP32), (BF16, FP32), (BF16, BF16)):
+        _, optimizer = made(BF16, moments, **MIXES["mixed"])
+        plan, ledger = optimizer.plan, optimizer.backend.ledger
+        held = sum(entry.nbytes for state in optimizer._states for entry in state.streamed())
+        sizes[moments] = plan.state_bytes, held
+        assert held >= plan.state_bytes
+        assert ledger.pinned_bytes > 0
+        assert ("bf16" in repr(optimizer)) is (moments != (FP32, FP32))
+    numel = sum(p.numel() for p in Model().parameters())
+    assert [size for size, _ in sizes.values()] == [10 * numel, 8 * numel, 6 * numel]
+    assert sizes[BF16, BF16][1] < 0.62 * sizes[FP32, FP32][1]
+
+
+def test_a_saved_state_goes_on_at_another_placement_and_widens_exactly() -> None:
+    model, optimizer = made(BF16, FORMATS["both"], **MIXES["host"])
+    step(model, optimizer, range(2))
+    saved, weights = optimizer.state_dict(), {n: p.detach().clone() for n, p in model.named_parameters()}
+    step(model, optimizer, range(2, 4))
+
+    again, other = made(BF16, FORMATS["both"], **MIXES["mixed"])
+    again.load_state_dict(weights, strict=False)
+    other.load_state_dict(saved)
+    step(again, other, range(2, 4))
+    assert_equal(snapshot(again, other), snapshot(model, optimizer))
+
+    wide, whole = made(BF16, (FP32, FP32))
+    wide.load_state_dict(weights, strict=False)
+    whole.load_state_dict(saved)
+    for name, entry in whole.state_dict()["state"].items():
+        for role in ("exp_avg", "exp_avg_sq"):
+            assert entry[role].dtype is FP32
+            assert torch.equal(entry[role], saved["state"][name][role].float())
+
+
+def test_fp32_moments_are_not_rounded_in_silence() -> None:
+    model, whole = made(BF16, (FP32, FP32))
+    step(model, whole, range(1))
+    narrow, optimizer = made(BF16, FORMATS["second"])
+    step(narrow, optimizer, range(1))
+    before = snapshot(narrow, optimizer)
+    with pytest.raises(CheckpointError, match=r"(?s)exp_avg_sq of parameter.*16 of its 32 bits would be lost"):
+        optimizer.load_state_dict(whole.state_dict())
+    name = "layers.0.weight"
+    values = whole.state_of(name)
+    with pytest.raises(CheckpointError, match="would be lost"):
+        optimizer.set_state_of(name, {"exp_avg_sq": values["exp_avg_sq"]})
+    assert_equal(snapshot(narrow, optimizer), before)
+    rounded = values["exp_avg_sq"].to(BF16)
+    optimizer.set_state_of(name, {"exp_avg": values["exp_avg"], "exp_avg_sq": rounded})
+    assert torch.equal(optimizer.state_of(name)["exp_avg_sq"], rounded)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"state_dtypes": {"exp_avg": torch.float16}}, r"state_dtypes\['exp_avg'\]=torch.float16"),
+        ({"state_dtypes": {"master": BF16}}, "state_dtypes has 'master'"),
+        ({"state_dtypes": {"exp_avg": BF16}, "use_torch_optimizer": True}, "they stall"),
+    ],
+)
+def test_other_formats_are_refused(options: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        adamw(Model(), **options)
