@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from optimizer_cases import (
     MIXES,
     NEVER,
@@ -15,6 +19,7 @@ from optimizer_cases import (
     set_gradients,
     snapshot,
 )
+from torch.distributed.checkpoint import CheckpointException
 
 import hostward
 from hostward.errors import CheckpointError, ConfigError
@@ -109,6 +114,28 @@ def test_fp32_moments_are_not_rounded_in_silence() -> None:
     rounded = values["exp_avg_sq"].to(BF16)
     optimizer.set_state_of(name, {"exp_avg": values["exp_avg"], "exp_avg_sq": rounded})
     assert torch.equal(optimizer.state_of(name)["exp_avg_sq"], rounded)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about one process
+def test_torchs_distributed_checkpoints_do_not_round_either(tmp_path: Path) -> None:
+    """They copy what they read into the tensors of a state dict, of whatever dtype."""
+    for saved in ((FP32, FP32), FORMATS["first"]):
+        folder = tmp_path / str(saved)
+        dcp.save(made(BF16, saved)[1].state_dict(), checkpoint_id=folder, no_dist=True)
+        for wanted in ((FP32, FP32), *FORMATS.values()):
+            optimizer = made(BF16, wanted)[1]
+            read = optimizer.state_dict()
+            if saved == wanted or wanted == (FP32, FP32):
+                dcp.load(read, checkpoint_id=folder, no_dist=True)
+                optimizer.load_state_dict(read)
+                continue
+
+            def load(optimizer: hostward.AdamW = optimizer, read: dict[str, Any] = read, folder: Path = folder) -> None:
+                dcp.load(read, checkpoint_id=folder, no_dist=True)
+                optimizer.load_state_dict(read)
+
+            with pytest.raises((CheckpointError, CheckpointException), match=r"would be lost|moments"):
+                load()
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,7 @@ from hostward.optim.state_dict import (
     PiecewiseState,
     StateAccess,
     Unmoved,
+    check_moments,
     check_same_cut,
     check_same_names,
     checked_settings,
@@ -100,6 +101,7 @@ from hostward.optim.state_dict import (
     require_not_flattened,
     require_uncut,
     saved_cut,
+    saved_moments,
     saved_parts,
 )
 from hostward.optim.state_reader import Describer, Readers, StateSources
@@ -721,7 +723,8 @@ class AdamW(torch.optim.Optimizer):
             {"format": 1, "optimizer": "hostward.AdamW", "state": {name: {"step": int64 [], "exp_avg", "exp_avg_sq":
             float32 (or bfloat16, by `state_dtypes`) [shape], "master": float32 [shape] for 16-bit weights}},
             "param_groups": [{"params": [names], "param_names": [names], "lr", "betas", "eps", "weight_decay",
-            ...}]}, and "parts" if parameters are parts of larger ones: {name: {"whole", "start", "stop", "numel"}}.
+            ...}]}, and "parts" if parameters are parts of larger ones: {name: {"whole", "start", "stop", "numel"}},
+            and "moments": {"exp_avg", "exp_avg_sq"}, their dtypes, if not both are fp32.
             accelerate, which would move the state to the device and load it back where it wraps an optimizer, is given
             a token for the state that is there.
 
@@ -749,8 +752,8 @@ class AdamW(torch.optim.Optimizer):
                 require_host_memory(self._access.copied_bytes(), owner="a copy of the optimizer state")
             state = {t.name: self._access.read(t.name, copy=copy) for t in self._tracked}
         groups = [{**group, "param_names": list(group["params"])} for group in self._settings()]
-        parts = saved_cut(self._parts)
-        return {"format": STATE_FORMAT, "optimizer": OWNER, "state": state, "param_groups": groups, **parts}
+        more = saved_cut(self._parts) | saved_moments(self.state_format)
+        return {"format": STATE_FORMAT, "optimizer": OWNER, "state": state, "param_groups": groups, **more}
 
     def _settle(self) -> None:
         """Wait until all streams are idle and the state is that of the last step, whole."""
@@ -933,6 +936,7 @@ class AdamW(torch.optim.Optimizer):
         names = [g["param_names"] for g in self.param_groups]
         check_same_names("parameter group", [g["params"] for g in groups], names)
         check_same_cut(given, self._parts, [t.name for t in self._tracked])
+        check_moments(given, self.state_format)
         return state, [checked_settings(theirs, mine) for theirs, mine in zip(groups, self.param_groups, strict=True)]
 
     def _set_groups(self, settings: Sequence[Mapping[str, Any]]) -> None:

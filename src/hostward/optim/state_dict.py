@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hostward.core.inventory import FP32_STATE, MasterKind, Range, StateFormat
+from hostward.core.inventory import FP32_STATE, Dtype, MasterKind, Range, StateFormat
 from hostward.core.placement import Placement
 from hostward.distributed.flat_shards import FlatPart
 from hostward.errors import CheckpointError, ConfigError, ModelError
@@ -381,6 +381,23 @@ def saved_cut(parts: Mapping[str, FlatPart]) -> dict[str, Any]:
     """Return what a state dict says of parameters that are parts of larger ones; nothing where none is."""
     cut = {name: asdict(part) for name, part in parts.items() if not part.is_whole}
     return {"parts": cut} if cut else {}
+
+
+def saved_moments(form: StateFormat) -> dict[str, Any]:
+    """Return what a state dict says of moments that are not both fp32; nothing where they are.
+
+    torch.distributed.checkpoint copies what it reads into tensors of any dtype, and rounds. It raises for a key that
+    was not saved, and replaces a value that was.
+    """
+    return {} if form.fp32_moments else {"moments": {role: getattr(form, role).value for role in _ROLES}}
+
+
+def check_moments(state_dict: Mapping[str, Any], form: StateFormat) -> None:
+    """Raise CheckpointError where a saved state's moments were in fp32 and are stored in bf16 here."""
+    said = state_dict.get("moments", {})
+    for role in _ROLES:
+        if isinstance(said, Mapping) and said.get(role) == Dtype.FP32 and getattr(form, role) is Dtype.BF16:
+            raise rounds(role)
 
 
 def check_same_cut(state_dict: Mapping[str, Any], parts: Mapping[str, FlatPart], names: Sequence[str]) -> None:
