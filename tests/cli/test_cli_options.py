@@ -28,7 +28,10 @@ def test_every_option_is_listed_within_80_columns(cli: Cli, monkeypatch: pytest.
         ("optimizer_offload_fraction", ["optimizer.optimizer_offload_fraction"]),
         ("--Micro-Batch-Size", ["train.micro_batch_size"]),  # a flag of Megatron's, after `--`
         ("One fraction for all", []),
-        ("float16", ["model.params_dtype", "optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype"]),  # of the meaning: another spelling of a value
+        (
+            "float16",
+            ["model.params_dtype", "optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype"],
+        ),  # of the meaning: another spelling of a value
     ],
 )
 def test_a_word_finds_options_by_name_and_meaning(cli: Cli, word: str, names: list[str]) -> None:
