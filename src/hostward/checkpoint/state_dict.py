@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hostward.checkpoint.save_plan import Value
+from hostward.core.inventory import MOMENTS
 from hostward.model.parameter_names import plain_name
 from hostward.model.parameters import is_plain
 from hostward.optim.state_reader import Source, StateSources, Stretch
@@ -119,7 +120,7 @@ def empty_optimizer_tensors(optimizer: AdamW, names: Collection[str] | None = No
 
 def is_moment(name: str) -> bool:
     """Return whether a tensor of a checkpoint is a moment."""
-    return name.startswith(OPTIMIZER) and name.rsplit("/", 1)[-1] in ("exp_avg", "exp_avg_sq")
+    return name.startswith(OPTIMIZER) and name.rsplit("/", 1)[-1] in MOMENTS
 
 
 def optimizer_state(plain: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
+from hostward.core.inventory import MOMENTS
 from hostward.errors import CheckpointError
 from hostward.optim.state_dict import STATE_FORMAT
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
 # How torch executes a step, with its defaults. Another value than the default is kept: it may change torch's bits.
 _EXECUTION: Mapping[str, bool | None] = {
@@ -140,15 +140,15 @@ def _parts(state_dict: Mapping[str, Any]) -> tuple[Mapping[Any, Any], Sequence[M
 
 
 def _check_moments(name: str, entry: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    missing = [key for key in ("step", *_MOMENTS) if key not in entry]
+    missing = [key for key in ("step", *MOMENTS) if key not in entry]
     if missing:
         raise CheckpointError(f"the state of {name!r} has no {missing[0]!r}", why="it is not the state of an AdamW")
     # From bf16 exactly: torch's own step has fp32 moments.
     first, second = (
         moment.float() if isinstance(moment, torch.Tensor) and moment.dtype is torch.bfloat16 else moment
-        for moment in (entry[key] for key in _MOMENTS)
+        for moment in (entry[key] for key in MOMENTS)
     )
-    for key, moment in zip(_MOMENTS, (first, second), strict=True):
+    for key, moment in zip(MOMENTS, (first, second), strict=True):
         if not isinstance(moment, torch.Tensor) or moment.dtype != torch.float32:
             kind = moment.dtype if isinstance(moment, torch.Tensor) else type(moment).__name__
             raise CheckpointError(f"{key} of {name!r} is {kind}", why="it must be a float32 tensor")
@@ -215,7 +215,7 @@ def _entry_from_torch(
                 why="it was never stepped, so its shape is not known here",
                 fix="pass `shapes` with the shape of each parameter",
             )
-        zeros = {key: torch.zeros(tuple(shape), dtype=torch.float32) for key in _MOMENTS}
+        zeros = {key: torch.zeros(tuple(shape), dtype=torch.float32) for key in MOMENTS}
         return {"step": torch.tensor(0, dtype=torch.int64), **zeros}
     wide = {
         key: value.float()

@@ -60,6 +60,10 @@ def master_kind(dtype: Dtype, *, split: bool = True) -> MasterKind:
     return MasterKind.SPLIT if dtype is Dtype.BF16 and split else MasterKind.PLAIN
 
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Names of the moments."""
+
+
 @dataclass(frozen=True, slots=True)
 class StateFormat:
     """Say how the optimizer stores state: the one value that bytes, buffers, copies and kernels follow from.
@@ -73,13 +77,18 @@ class StateFormat:
     split_master: bool = True
 
     def __post_init__(self) -> None:
-        for name, dtype in (("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq)):
+        for name, dtype in self.moments.items():
             if dtype not in (Dtype.FP32, Dtype.BF16):
                 raise ConfigError(
                     f"{name} in {dtype}",
                     why="moments are stored in fp32 or bf16; fp16 has too few exponents for squares of gradients",
                     fix=f"{name} in fp32 or bf16",
                 )
+
+    @property
+    def moments(self) -> dict[str, Dtype]:
+        """Return the dtype of each moment, by its name."""
+        return dict(zip(MOMENTS, (self.exp_avg, self.exp_avg_sq), strict=True))
 
     @property
     def fp32_moments(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import accumulate
 
@@ -252,6 +252,18 @@ def step_speed(bucket: Bucket) -> float:
         state_bytes=bucket.state_element_bytes, weight_bytes=0
     )
     return HOST_STEP_BYTES / (HOST_STEP_BYTES - saved)
+
+
+def streamed_share_of(bucket: Bucket, rates: Rates, ahead: float | None = None) -> float:
+    """Return `streamed_share` of buckets like this one; `rates` are those of fp32 moments."""
+    faster = step_speed(bucket)
+    rates = replace(
+        rates,
+        host_parameters_per_s=rates.host_parameters_per_s * faster,
+        busy_host_parameters_per_s=rates.busy_host_parameters_per_s * faster,
+    )
+    weight_bytes = bucket.dtype.itemsize_bytes
+    return streamed_share(rates, state_bytes=bucket.state_element_bytes, weight_bytes=weight_bytes, ahead=ahead)
 
 
 def streamed_share(rates: Rates, *, state_bytes: int, weight_bytes: int, ahead: float | None = None) -> float:

@@ -2,7 +2,7 @@
 
 The gradient norm adds up chunks of 4,096 elements, counted in the whole parameter (docs/exactness.md). Where a border
 between shards lies within a chunk, the processes that have parts of it add it up together. All of them have to know of
-all these chunks, in one order: so each tells the others which parts it has, once, when its `FlatShards` are made.
+all these chunks, in one order: so each sends the others which parts it has, once, when its `FlatShards` are made.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class FlatShards:
             raise ConfigError("FlatShards over a group without this process", fix="make them on its processes alone")
         self.parts: Mapping[str, FlatPart] = MappingProxyType(dict(parts))
         self.group = group
-        self._wholes = _wholes(_told(list(parts.values()), group))
+        self._wholes = _wholes(_of_all(list(parts.values()), group))
 
     @property
     def is_first(self) -> bool:
@@ -93,19 +93,19 @@ class FlatShards:
         ]
 
 
-def _told(own: list[FlatPart], group: dist.ProcessGroup | None) -> list[tuple[FlatPart, int]]:
+def _of_all(own: list[FlatPart], group: dist.ProcessGroup | None) -> list[tuple[FlatPart, int]]:
     """Return the parts of all processes, each with the process that has it."""
-    told = [own]
+    parts_of = [own]
     if group is not None and group.size() > 1:
-        told = [[] for _ in range(group.size())]
-        dist.all_gather_object(told, own, group=group)
-    return [(part, process) for process, parts in enumerate(told) for part in parts]
+        parts_of = [[] for _ in range(group.size())]
+        dist.all_gather_object(parts_of, own, group=group)
+    return [(part, process) for process, parts in enumerate(parts_of) for part in parts]
 
 
-def _wholes(told: Sequence[tuple[FlatPart, int]]) -> dict[str, list[FlatPart]]:
+def _wholes(given: Sequence[tuple[FlatPart, int]]) -> dict[str, list[FlatPart]]:
     """Return the parts of each whole parameter in order. Raises ModelError unless each element is in one of them."""
     found: dict[str, list[tuple[FlatPart, int]]] = {}
-    for part, process in sorted(told, key=lambda each: (each[0].whole, each[0].start, each[0].stop)):
+    for part, process in sorted(given, key=lambda each: (each[0].whole, each[0].start, each[0].stop)):
         found.setdefault(part.whole, []).append((part, process))
     for whole, parts in found.items():
         first, before = parts[0]

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from hostward.core.inventory import MOMENTS
 from hostward.distributed.flat_shards import FlatPart, FlatShards
 from hostward.errors import ConfigError, ModelError, OrderingError, UnknownNameError, needed_for
 from hostward.integrations.megatron_activations import attach as attach
@@ -255,7 +256,7 @@ def require_supported(config: Any, chunks: Sequence[Any]) -> None:
 
 def _moments(config: Any) -> dict[str, torch.dtype]:
     """Return the dtypes of moments that Megatron's options ask for."""
-    return {role: getattr(config, f"{role}_dtype", torch.float32) for role in ("exp_avg", "exp_avg_sq")}
+    return {role: getattr(config, f"{role}_dtype", torch.float32) for role in MOMENTS}
 
 
 def _as_stored(value: torch.Tensor, stored: torch.dtype) -> torch.Tensor:

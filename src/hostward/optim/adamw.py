@@ -579,8 +579,8 @@ class AdamW(torch.optim.Optimizer):
             raise waits(self._waiting[0].name)
         if self._mix.layers_by_plan:
             log.warning(
-                "the plan also offloads or recomputes something of %d layers, which nothing has been told of: "
-                "hostward.attach(model, optimizer, plan=...) does it",
+                "the plan also offloads or recomputes something of %d layers, which nothing does here: "
+                "call hostward.attach(model, optimizer, plan=...)",
                 self._mix.layers_by_plan,
             )
             self._mix.layers_by_plan = 0

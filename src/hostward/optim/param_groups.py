@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hostward.config.schema import alike
-from hostward.core.inventory import StateFormat
+from hostward.core.inventory import MOMENTS, StateFormat
 from hostward.core.placement import checked_fraction
 from hostward.errors import ConfigError, ModelError, UnknownNameError
 from hostward.model.parameters import ParamRecord
@@ -190,7 +190,7 @@ def checked_form(state_dtypes: Mapping[str, torch.dtype] | None, use_torch_optim
     """Return how state is stored, from the dtypes of moments that are asked for. Raises ConfigError."""
     asked = dict(state_dtypes or {})
     fix = 'state_dtypes={"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16}, or one of them'
-    unknown = [name for name in asked if name not in ("exp_avg", "exp_avg_sq")]
+    unknown = [name for name in asked if name not in MOMENTS]
     if unknown:
         raise ConfigError(f"state_dtypes has {unknown[0]!r}", why="it is of exp_avg and exp_avg_sq", fix=fix)
     for name, dtype in asked.items():

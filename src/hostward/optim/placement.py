@@ -17,7 +17,7 @@ import torch
 
 from hostward.core.host_limits import Rates
 from hostward.core.inventory import FP32_STATE, Bucket, StateFormat, cut_buckets
-from hostward.core.placement import Plan, checked_fraction, place_fraction, placed, step_speed, streamed_share
+from hostward.core.placement import Plan, checked_fraction, place_fraction, placed, streamed_share_of
 from hostward.core.units import size_bytes
 from hostward.errors import ConfigError, MemoryLimitError, PageLockError, RankError
 from hostward.model.parameters import ParamRecord, local_of
@@ -99,14 +99,7 @@ class PlacementPolicy:
             return self._told
         if not buckets:  # a rank without any has measured together with the others
             return 0.0
-        first = buckets[0]
-        rates, faster = self.rates, step_speed(first)
-        rates = replace(
-            rates,
-            host_parameters_per_s=rates.host_parameters_per_s * faster,
-            busy_host_parameters_per_s=rates.busy_host_parameters_per_s * faster,
-        )
-        return streamed_share(rates, state_bytes=first.state_element_bytes, weight_bytes=first.dtype.itemsize_bytes)
+        return streamed_share_of(buckets[0], self.rates)
 
     def place(
         self,

@@ -147,7 +147,7 @@ def require_parts(shards: Sequence[FlatShards], tracked: Sequence[ParamRecord]) 
     if shards and dtensor is not None:
         raise ModelError(
             f"parameter {dtensor!r} is a DTensor, and others are in shards=...",
-            why="how chunks of the norm are shared is asked of FSDP2, or told by shards, of all parameters",
+            why="how chunks of the norm are shared comes from FSDP2 or from shards, for all parameters",
             fix="make an optimizer for each kind of parameters, or leave shards out",
         )
     for name, part in (item for each in shards for item in each.parts.items()):

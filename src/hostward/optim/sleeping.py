@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -371,13 +372,10 @@ def _within(found: Sequence[Memory], budget: int, stays: list[Stays]) -> list[Me
             why=reasons or "no more of what was asked for is there",
             fix="name more kinds, ask for fewer bytes, or leave device_bytes out",
         )
-    chosen: list[Memory] = []
-    for memory in found:
-        if sum(m.nbytes for m in chosen) < budget:
-            chosen.append(memory)
-        else:
-            stays.append(memory.stays(Why.BUDGET))
-    return chosen
+    freed = accumulate(memory.nbytes for memory in found)
+    enough = 1 + next(i for i, nbytes in enumerate(freed) if nbytes >= budget)
+    stays += [memory.stays(Why.BUDGET) for memory in found[enough:]]
+    return list(found[:enough])
 
 
 def _difference(before: DeviceMemory | None, after: DeviceMemory | None) -> tuple[int | None, int | None]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hostward.core.inventory import FP32_STATE, Dtype, MasterKind, Range, StateFormat
+from hostward.core.inventory import FP32_STATE, MOMENTS, Dtype, MasterKind, Range, StateFormat
 from hostward.core.placement import Placement
 from hostward.distributed.flat_shards import FlatPart
 from hostward.errors import CheckpointError, ConfigError, ModelError
@@ -22,8 +22,6 @@ from hostward.model.parameters import ParamRecord
 from hostward.optim.bucket_state import BucketState, join_master, rounded, same_bits, slab_views, split_master
 from hostward.optim.param_groups import NAMES, check_group, shown
 from hostward.runtime.backend import TORCH_DTYPES
-
-_ROLES = ("exp_avg", "exp_avg_sq")
 
 
 class StateAccess:
@@ -66,7 +64,7 @@ class StateAccess:
 
     def copied_bytes(self) -> int:
         """Return the host bytes that `read` allocates for all parameters together."""
-        moments = sum(self._dtypes[role].itemsize for role in _ROLES)
+        moments = sum(self._dtypes[role].itemsize for role in MOMENTS)
         parameters = [t.local for t in self._tracked.values()]
         return sum(p.numel() * (moments + (0 if p.dtype is torch.float32 else 4)) for p in parameters)
 
@@ -79,7 +77,7 @@ class StateAccess:
         parameter = self._tracked[name].local
         found = [(state, r, dict(slab_views(state, index))) for state, index, r in self._pieces.get(name, ())]
         entry = {}
-        for role in _ROLES:
+        for role in MOMENTS:
             whole = None if copy else _one_view([views[role] for _, _, views in found])
             if whole is None:
                 whole = torch.empty(parameter.numel(), dtype=self._dtypes[role], device="cpu")
@@ -101,7 +99,7 @@ class StateAccess:
     def empty(self, name: str) -> dict[str, torch.Tensor]:
         """Return what `read` returns, without its contents."""
         tracked = self._tracked[name]
-        roles = [*_ROLES, *([] if tracked.local.dtype is torch.float32 else ["master"])]
+        roles = [*MOMENTS, *([] if tracked.local.dtype is torch.float32 else ["master"])]
         made = {r: tracked.like(torch.empty(tracked.local.shape, dtype=self._dtypes[r], device="cpu")) for r in roles}
         return {"step": torch.zeros((), dtype=torch.int64, device="cpu"), **made}
 
@@ -136,7 +134,7 @@ class StateAccess:
                 parameter.data.copy_(weight.view(parameter.shape))
         for state, index, r in self._pieces.get(name, ()):
             views = dict(slab_views(state, index))
-            for role in _ROLES:
+            for role in MOMENTS:
                 views[role].copy_(saved[role].reshape(-1)[r.start : r.stop])
             state.counts.data[index] = int(saved["step"])
             if master is not None:
@@ -168,7 +166,7 @@ class StateAccess:
 
     def _keys(self, name: str) -> list[str]:
         masters = ["master"] if self._tracked[name].parameter.dtype is not torch.float32 else []
-        return ["step", *_ROLES, *masters]
+        return ["step", *MOMENTS, *masters]
 
     def merged(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state of a parameter with some of it replaced.
@@ -210,7 +208,7 @@ class StateAccess:
                 f"step of parameter {name!r} is {entry['step']!r} in the saved state, expected a whole number >= 0",
                 fix="load what AdamW.state_dict() returned",
             )
-        for role in (role for role in (*_ROLES, "master") if role in entry):
+        for role in (role for role in (*MOMENTS, "master") if role in entry):
             value, shape, dtype = entry[role], tracked.parameter.shape, self._dtypes[role]
             if not isinstance(value, torch.Tensor) or value.shape != shape or not loads(value.dtype, dtype, role):
                 found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value)
@@ -226,12 +224,17 @@ class StateAccess:
 
 def state_dtypes(form: StateFormat) -> dict[str, torch.dtype]:
     """Return the dtypes of a state's tensors, moments and fp32 main weights, by role."""
-    return {role: TORCH_DTYPES[getattr(form, role)] for role in _ROLES} | {"master": torch.float32}
+    return moment_dtypes(form) | {"master": torch.float32}
+
+
+def moment_dtypes(form: StateFormat) -> dict[str, torch.dtype]:
+    """Return the dtypes of moments by name, as `AdamW(state_dtypes=...)` takes them."""
+    return {role: TORCH_DTYPES[dtype] for role, dtype in form.moments.items()}
 
 
 def loads(saved: torch.dtype, wanted: torch.dtype, role: str) -> bool:
     """Return whether a saved tensor of a state loads into one of dtype `wanted`: as it is, or a moment exactly."""
-    return saved is wanted or (role in _ROLES and saved is torch.bfloat16 and wanted is torch.float32)
+    return saved is wanted or (role in MOMENTS and saved is torch.bfloat16 and wanted is torch.float32)
 
 
 def would_round(saved: torch.dtype, wanted: torch.dtype) -> bool:
@@ -389,14 +392,14 @@ def saved_moments(form: StateFormat) -> dict[str, Any]:
     torch.distributed.checkpoint copies what it reads into tensors of any dtype, and rounds. It raises for a key that
     was not saved, and replaces a value that was.
     """
-    return {} if form.fp32_moments else {"moments": {role: getattr(form, role).value for role in _ROLES}}
+    return {} if form.fp32_moments else {"moments": {role: dtype.value for role, dtype in form.moments.items()}}
 
 
 def check_moments(state_dict: Mapping[str, Any], form: StateFormat) -> None:
     """Raise CheckpointError where a saved state's moments were in fp32 and are stored in bf16 here."""
     said = state_dict.get("moments", {})
-    for role in _ROLES:
-        if isinstance(said, Mapping) and said.get(role) == Dtype.FP32 and getattr(form, role) is Dtype.BF16:
+    for role, dtype in form.moments.items():
+        if isinstance(said, Mapping) and said.get(role) == Dtype.FP32 and dtype is Dtype.BF16:
             raise rounds(role)
 
 

@@ -13,14 +13,12 @@ from typing import Any, TypeAlias
 
 import torch
 
-from hostward.core.inventory import MasterKind, Range, StateFormat
+from hostward.core.inventory import MOMENTS, MasterKind, Range, StateFormat
 from hostward.core.placement import Placement
 from hostward.kernels.cpu.memory_copy import Copy, copy
 from hostward.model.parameters import ParamRecord
 from hostward.optim.bucket_state import BucketState, slab_views
 from hostward.runtime.backend import TORCH_DTYPES, Backend
-
-_ROLES = ("exp_avg", "exp_avg_sq")
 
 
 class Readers:
@@ -207,7 +205,7 @@ class Describer:
         """Return the sources of moments and of the fp32 main weights of 16-bit weights, by role."""
         views = [(state, index, r, dict(slab_views(state, index))) for state, index, r in found]
         made = {}
-        for role in _ROLES:
+        for role in MOMENTS:
             stretches = tuple(Stretch(r.start, r.stop, v[role]) for _, _, r, v in views)
             made[role] = self._source(tracked, TORCH_DTYPES[getattr(self._form, role)], stretches)
         if tracked.local.dtype is not torch.float32:

@@ -407,7 +407,8 @@ class StepExecutor:
     @serialised
     def reload_gradient(self, name: str) -> torch.Tensor:
         """Return an offloaded gradient, on the device, because more will be added to it; it is then offloaded again."""
-        self.asleep.require(Kinds.GRADIENTS, f"backward adds to the gradient of {name!r}")
+        if self.asleep.kinds is not AWAKE:
+            self.asleep.require(Kinds.GRADIENTS, f"backward adds to the gradient of {name!r}")
         parameter, parts = self._tracked[name].local, self._map.parts[name]
         held = self._held.pop(name, None)
         # Autograd adds in place, which must not happen while a copy still reads.

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from hostward.core.host_limits import Rates
 from hostward.core.inventory import Bucket, MasterKind
-from hostward.core.placement import HOST_STEP_BYTES, Placement, step_speed, streamed_share
+from hostward.core.placement import HOST_STEP_BYTES, Placement, streamed_share_of
 from hostward.errors import ConfigError
 from hostward.plan.decisions import ELEMENTWISE, LEAVES, RECOMPUTED, Choice, Keep
 from hostward.plan.hardware_profile import Hardware, profile_of
@@ -89,11 +89,9 @@ def balanced_share(speeds: Speeds, workload: Workload, ahead: float | None = Non
         return speed[Queue.H2D] * speeds.h2d_bytes_per_s + speed[Queue.D2H] * speeds.d2h_bytes_per_s
 
     alone, busy = speeds.slowdown[3], speeds.slowdown[7]
-    first = buckets[0]
-    state_bytes, weight_bytes = first.state_element_bytes, first.dtype.itemsize_bytes
-    host = speeds.host_parameters_per_s * step_speed(first)
+    host = speeds.host_parameters_per_s
     rates = Rates(host, duplex(alone), busy[Queue.HOST] * host, duplex(busy), speeds.d2h_bytes_per_s)
-    return streamed_share(rates, state_bytes=state_bytes, weight_bytes=weight_bytes, ahead=ahead)
+    return streamed_share_of(buckets[0], rates, ahead)
 
 
 def measured(speeds: Speeds, rates: Rates) -> Speeds:

@@ -33,7 +33,7 @@ HOST_RESERVE_SHARE = 0.1
 RESHARDED = "ddp.data_parallel_sharding_strategy=optim_grads_params"
 _WORTH_IT = 0.005
 _MOST_DOUBLINGS = 6
-"""Of the number of GPUs, when it is told how many it takes."""
+"""Of the number of GPUs, in the search for how many it takes."""
 _FEWEST_TOKENS = 256
 """Shorter sequences are not proposed."""
 

@@ -12,16 +12,16 @@ import torch
 from hostward.attachment import Activations, Attachment, attach, layers_of, recompute_whole
 from hostward.config.rules.table import captured, serial
 from hostward.config.schema import Config
-from hostward.core.inventory import Dtype, Inventory
+from hostward.core.inventory import Inventory
 from hostward.core.placement import Placement, Plan, summed_on_host
 from hostward.core.units import MIB
 from hostward.errors import ConfigError
 from hostward.kernels.cpu.affinity import CpuFacts, default_threads
 from hostward.optim.adamw import AdamW
 from hostward.optim.placement import ShareOf
+from hostward.optim.state_dict import moment_dtypes
 from hostward.plan.plan_file import PlanFile
 from hostward.profiler.workload import inventory_of
-from hostward.runtime.backend import TORCH_DTYPES
 from hostward.schedule.optimizer import GRADIENTS_IN_FLIGHT
 from hostward.schedule.staging import MIN_STAGING_BUFFERS, staging_buffer_bytes, streamed_bytes
 from hostward.trainer.models import layers_of as of_model
@@ -133,10 +133,7 @@ def make_optimizer(
         use_torch_optimizer=options.use_torch_optimizer_for_cpu_offload,
         gradients=options.gradients,
         grad_dtype=torch.float32 if accumulates_in_fp32(config) and config.model.params_dtype != "fp32" else None,
-        state_dtypes={
-            "exp_avg": TORCH_DTYPES[Dtype(options.exp_avg_dtype)],
-            "exp_avg_sq": TORCH_DTYPES[Dtype(options.exp_avg_sq_dtype)],
-        },
+        state_dtypes=moment_dtypes(state_format(config)),
         staging_bytes=staging_bytes(config, lambda: inventory_of(held.model, state_format(config))),
         host_threads=options.host_threads or (None if cpus is None else default_threads(os.environ, cpus)),
         stages=held.stages,

@@ -16,7 +16,7 @@ from hostward.kernels import reference
 from hostward.kernels.cpu.adamw import bias_tables
 from hostward.optim.adamw import AdamW
 from hostward.optim.bucket_state import same_bits
-from hostward.runtime.backend import TORCH_DTYPES
+from hostward.optim.state_dict import moment_dtypes
 
 MEMORY_TOLERANCE = 0.02
 """Allowed relative difference between the drop in device bytes and the drop that the placement promised."""
@@ -181,13 +181,13 @@ def differing_role(
         max_grad_norm=1.0,
         offload_fraction=1.0 if placement.offloaded else 0.0,
         streamed_fraction=1.0 if placement is Placement.STREAMED else 0.0,
-        state_dtypes={"exp_avg": TORCH_DTYPES[form.exp_avg], "exp_avg_sq": TORCH_DTYPES[form.exp_avg_sq]},
+        state_dtypes=moment_dtypes(form),
     )
     tables = bias_tables(hyper.beta1, hyper.beta2, 16)
     master = start.float().numpy().copy()
     exp_avg, exp_avg_sq = (
         np.zeros_like(master, dtype=np.float32 if moment is Dtype.FP32 else np.uint16)
-        for moment in (form.exp_avg, form.exp_avg_sq)
+        for moment in form.moments.values()
     )
     for step in range(1, _STEPS + 1):
         gradient = torch.randn(_ELEMENTS, generator=generator).to(dtype)
