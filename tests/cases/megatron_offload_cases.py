@@ -309,7 +309,7 @@ def given_gradient(p: Any, name: str, step: int) -> torch.Tensor:
 def stepped(layout: str, *, told: bool = True, **how: Any) -> tuple[list[float | None], State, int]:
     """Norms and state of three steps with given gradients, and how many chunks of the norm ranks share.
 
-    `told`: whether hostward is told how weights are cut.
+    `told`: whether hostward knows how weights are cut.
     """
     with pytest.MonkeyPatch.context() as patch:
         if not told:

@@ -66,7 +66,7 @@ def stepped(
     Args:
         ways: "one": this process has all of `DENSE`; "all": ranks have parts of it. "one with pairs": it has what
             both pairs have, too; "pairs": as "all", and pairs of ranks have parts of what is theirs.
-        told: whether the optimizer is told how parameters are cut.
+        told: whether the optimizer knows how parameters are cut.
     """
     size, rank = (1, 0) if ways.startswith("one") else (dist.get_world_size(), dist.get_rank())
     parts, uncounted, alias = cut(DENSE, size, rank), [], {}
