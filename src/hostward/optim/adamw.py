@@ -1135,8 +1135,8 @@ class AdamW(torch.optim.Optimizer):
 
         Raises:
             ConfigError: an unknown kind. MemoryLimitError: the host has no room, or `device_bytes` cannot be reached;
-            nothing has moved then. ModelError: gradients or weights in buffers of their owner (`waits="manual"`) or in
-            CUDA graphs; a step was interrupted.
+                nothing has moved then. ModelError: gradients or weights in buffers of their owner (`waits="manual"`)
+                or in CUDA graphs; a step was interrupted.
         """
         wanted, budget, parts = checked_kinds(kinds), checked_budget(device_bytes), self._parts_of_sleep()
         captured = self._grad_hooks.captured
@@ -1164,7 +1164,7 @@ class AdamW(torch.optim.Optimizer):
 
         Raises:
             ConfigError: an unknown kind. MemoryLimitError: the device has no room; everything is asleep still, and
-            `wake` may be called again.
+                `wake` may be called again.
         """
         self._sleeper.wake(self._parts_of_sleep(), _ALL_KINDS if kinds is None else checked_kinds(kinds))
 
