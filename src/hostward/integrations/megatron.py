@@ -1024,7 +1024,7 @@ class Offloading:
 
 
 class _SideStream:
-    """A stream beside the caller's, for what that need not wait for; on a CPU there is none, and all is at once."""
+    """Runs on a stream beside the caller's what that need not wait for; on a CPU there is none, and all is at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_device = device.type == "cuda"

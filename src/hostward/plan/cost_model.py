@@ -295,22 +295,22 @@ class Moved:
     """Sum up what one step does on each lane for the state of all units, in seconds of work that runs alone."""
 
     device_s: float
-    """Of the norm and of steps on the device."""
+    """These are seconds of the norm and of steps on the device."""
     host_s: float
-    """Of CPU optimizer steps."""
+    """These are seconds of CPU optimizer steps."""
     gradients_of: Mapping[int, tuple[float, float]]
-    """Of each unit's gradient that is offloaded: the copy, and its accumulation on the host."""
+    """These are seconds of each unit's gradient that is offloaded: the copy, and its accumulation on the host."""
     gradients_s: float
-    """Of gradients that are offloaded in one backward."""
+    """These are seconds of gradients that are offloaded in one backward."""
     added_s: float
-    """Of their accumulation on the host."""
+    """These are seconds of their accumulation on the host."""
     gradients_between_s: float
     """The part of `gradients_s` that is over when compute of that backward is, and of `added_s` likewise."""
     added_between_s: float
     uploads_s: float
     uploads_by_layer: Mapping[str, float]
     reads_s: Sequence[float]
-    """Of each streamed unit."""
+    """These are seconds of each streamed unit's reads."""
     writes_s: float
     slot_bytes: int
     """Bytes of the largest streamed bucket, and of the largest streamed unit."""

@@ -64,7 +64,7 @@ class Facts:
         self.made = np.array([numbers.get(name, len(numbers)) for _, name in made], np.int64)
         """Parameter of each gradient; one more than there are for those that are not trained."""
         self.made_in = np.array([i for i, _ in made], np.int64)
-        """Layer of each gradient."""
+        """This is the layer of each gradient."""
         self.made_count = [len(layer.gradients) for layer in layers]
         """Gradients by layer."""
         self.made_before = [sum(self.made_count[i + 1 :]) for i in range(len(layers))]

@@ -26,7 +26,7 @@ _LANES = range(len(Queue))
 
 
 NOTHING = -1
-"""Number of no work: what waits for it does not wait."""
+"""This is the number of no work: what waits for it does not wait."""
 
 
 Slowdown = tuple[tuple[float, float, float, float], ...]
@@ -45,10 +45,10 @@ class Program:
 
     names: list[str] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    """Seconds of each piece when no other lane is busy."""
+    """These are the seconds of each piece when no other lane is busy."""
     waits: list[Sequence[int]] = field(default_factory=list)
     lanes: tuple[list[int], ...] = field(default_factory=lambda: tuple([] for _ in Queue))
-    """Numbers of the pieces of each lane."""
+    """These are the numbers of the pieces of each lane."""
 
     def add(self, name: str, queue: Queue, seconds: float, waits: Sequence[int] = ()) -> int:
         """Append one piece of work and return its number; NOTHING in `waits` is ignored."""

@@ -36,7 +36,7 @@ STEPS = ((1 / 4, 0.01), (1 / 8, 0.01), (1 / 16, 0.005), (1 / 32, 0.003))
 save to be followed.
 """
 COARSE = 3
-"""Number of these sizes that are tried from each of several starts."""
+"""So many of these sizes are tried from each of several starts."""
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ class Judged(Protocol):
 
     @property
     def least_s(self) -> float:
-        """A lower bound on these seconds that needs no simulation."""
+        """Return a lower bound on these seconds that needs no simulation."""
         ...
 
 
