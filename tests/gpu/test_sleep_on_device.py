@@ -6,6 +6,7 @@ is freed is taken at once and filled with NaN.
 
 from __future__ import annotations
 
+import gc
 import time
 
 import pytest
@@ -84,7 +85,8 @@ def test_the_driver_counts_what_left() -> None:
     report = optimizer.sleep()
     freed = sum(report.freed_bytes.values())
     assert report.stays == ()
-    assert freed >= 0.95 * LARGE_BYTES
+    of_parameters = 12 * sum(p.numel() for p in model.parameters())  # 10 of state and 2 of weights
+    assert of_parameters <= freed < of_parameters + MIB  # and step counts
     assert report.torch_freed_bytes is not None
     assert report.torch_freed_bytes >= freed
     assert report.driver_freed_bytes is not None
@@ -122,6 +124,8 @@ def test_no_room_on_the_device_leaves_everything_asleep() -> None:
     model, optimizer = large(GIB)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer.sleep()
+    gc.collect()  # optimizers of other tests give memory to torch's cache when they go, which the limit does not bound
+    torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(0.001)
     try:
         with pytest.raises(hostward.errors.MemoryLimitError, match="call wake"):
