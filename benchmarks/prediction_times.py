@@ -31,11 +31,12 @@ from hostward.plan.decisions import Choice, Keep
 from hostward.plan.hardware_profile import PROFILES, Hardware, load, profile, profile_of
 from hostward.plan.step_time import predict
 from predictions import keeps_of, recipe_run, scaled, scaled_name, shape_of, tells_rates, workload
+from training_row import STATES, row_options
 
 from machine import describe
 
 RESULTS = Path(__file__).parent / "results"
-_ROW = re.compile(r"(?:(?:host|streamed|auto|mix[\d.]+):)?[\d.]+")
+_ROW = re.compile(rf"(?:(?:host|streamed|auto|mix[\d.]+):)?[\d.]+(?:\+(?:{'|'.join(STATES)}))?")
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def step_rows(name: str, content: dict[str, Any], speeds: Speeds) -> Iterator[Ro
         placed = row.get("placed_parameters")
         if row.get("status") != "ok" or placed is None or not _ROW.fullmatch(row["row"]):
             continue
-        of = workload(shape, row["tokens"], sequence)
+        of = workload(shape, row["tokens"], sequence, row_options(row["row"].replace(":best", ":1")))
         away = placed["host"] + placed["streamed"]
         plan = place_fraction(
             of.inventory.buckets, away / of.inventory.numel, placed["streamed"] / away if away else 0.0

@@ -32,6 +32,7 @@ from hostward.config.overrides import apply_overrides
 from hostward.config.rules.table import resharded, widened
 from hostward.config.schema import Config
 from hostward.core.placement import Placement, Plan, place_fraction
+from hostward.optim.param_groups import checked_form
 from hostward.plan.decisions import Choice, Keep
 from hostward.plan.memory_model import STEADY_STEP, PhaseNeeds, required
 from hostward.plan.rank_partition import sharded
@@ -39,7 +40,7 @@ from hostward.plan.workload import Workload
 from hostward.profiler.workload import workload_of
 from hostward.trainer.plan_request import asked_of, other_division, shares
 from hostward.trainer.workload import recipe_workload
-from training_row import SHAPES, TORCH, Shape, build, loss_of, row_options
+from training_row import SHAPES, TORCH, TORCH_UNCLIPPED, RowOptions, Shape, build, loss_of, row_options
 
 from machine import describe
 
@@ -76,11 +77,12 @@ class Row:
 
 
 @cache
-def workload(shape: Shape, tokens: int, seq: int) -> Workload:
-    """Of the models of step.py and activations.py."""
+def workload(shape: Shape, tokens: int, seq: int, options: RowOptions | None = None) -> Workload:
+    """Of the models of step.py and activations.py, with the state of a row of step.py."""
     model = build(shape, seq, torch.device("meta"))
     sizes = {"sequence_tokens": seq, "microbatch_sequences": tokens // seq}
-    return workload_of(model, loss=lambda m, ids: loss_of(m, ids, shape.loss_chunk), **sizes)
+    form = checked_form(options.state if options is not None else None, use_torch_optimizer=False)
+    return workload_of(model, loss=lambda m, ids: loss_of(m, ids, shape.loss_chunk), form=form, **sizes)
 
 
 def shape_of(found: dict[str, Any]) -> Shape:
@@ -132,12 +134,12 @@ def keeps_of(text: str, layers: int) -> tuple[Keep, ...]:
 
 
 def of_step(file: str, result: dict[str, Any], row: dict[str, Any]) -> Row | None:
-    if row["row"] == TORCH or "device_peak_bytes" not in row or result["shape"]["warmup"] < 2:
+    if row["row"] in (TORCH, TORCH_UNCLIPPED) or "device_peak_bytes" not in row or result["shape"]["warmup"] < 2:
         return None
     shape = shape_of(result["shape"])
-    work = workload(shape, row["tokens"], result["shape"]["seq"])
-    buckets, layers = work.inventory.buckets, work.repeated
     options = row_options(row["row"].replace(":best", f":{row.get('asked_fraction')}"))
+    work = workload(shape, row["tokens"], result["shape"]["seq"], options)
+    buckets, layers = work.inventory.buckets, work.repeated
     placements: Sequence[Placement] = (Placement.DEVICE,) * len(buckets)
     if options is not None:
         if row["placed_parameters"]["streamed"] and row["buckets"] != len(buckets):

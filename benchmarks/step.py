@@ -7,6 +7,7 @@ Each row runs in a process of its own. The base runs first and last; both are re
 shows. Rows are separated by commas:
 
     torch             bf16 weights, fp32 masters and moments on the GPU, clip_grad_norm_ and torch.optim.AdamW(fused)
+    torch+unclipped   the same without clip_grad_norm_
     forward-backward  no optimizer at all, gradients are dropped (the base of --model 8b)
     0                 hostward.AdamW with everything on the device
     host:F            share F of the state on the host and stepped there
@@ -14,11 +15,14 @@ shows. Rows are separated by commas:
     auto:F            share F of the state on the host; hostward chooses which part of it is streamed
     mixS:F            the same with share S of it streamed
     serial-...        any of these without overlap (overlap=False)
+    ...+bf16-moments  moments in bf16
+    ...+unclipped     without clipping
+    ...+staging4GiB   so many bytes of GPU staging buffers, instead of as many as hostward chooses
     host:1+weights    the weights of all layers but the last are on the host as well, and come when they are used
     ...+inputs        the inputs of all checkpointed layers but the last are on the host between forward and backward
     ...@N             N threads in the host step, instead of as many as hostward chooses
 
-Clipping at 1.0 is on in every row with an optimizer. The model is a Llama of transformers with bf16 weights and
+Clipping at 1.0 is on in every other row with an optimizer. The model is a Llama of transformers with bf16 weights and
 checkpointed layers: 1.7b has 24 layers, hidden size 2048, FFN 8192, vocabulary 32,000 (1.74 G parameters); 8b has the
 shape of Llama 3 8B (8.03 G), its loss computed in chunks, so that the logits never exist as a whole. Data are random
 tokens. With --peers FOLDER other libraries run beside (peers.py). With --device-memory SIZE a row `auto:best` is added:
@@ -46,7 +50,7 @@ import torch
 
 import peers
 from hostward.core.host_limits import host_memory
-from training_row import NO_OPTIMIZER, SHAPES, TORCH, RowJob, measure, row_options
+from training_row import NO_OPTIMIZER, SHAPES, TORCH, TORCH_UNCLIPPED, RowJob, measure, row_options
 
 from machine import describe
 
@@ -205,7 +209,12 @@ def derive(rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         if row["status"] != "ok":
             continue
-        bases = {"torch": TORCH, "forward_backward": NO_OPTIMIZER, "fraction_0": "0"}
+        bases = {
+            "torch": TORCH,
+            "torch_unclipped": TORCH_UNCLIPPED,
+            "forward_backward": NO_OPTIMIZER,
+            "fraction_0": "0",
+        }
         for key, base_name in bases.items():
             base = by_name.get((base_name, row["tokens"]))
             row[f"ratio_to_{key}"] = row["step_s"] / base["step_s"] if base else None

@@ -6,6 +6,7 @@ import gc
 import re
 import statistics
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,7 +16,7 @@ import torch.utils.checkpoint
 
 from hostward.core.host_limits import resident_bytes
 
-TORCH, NO_OPTIMIZER = "torch", "forward-backward"
+TORCH, TORCH_UNCLIPPED, NO_OPTIMIZER = "torch", "torch+unclipped", "forward-backward"
 MAX_NORM = 1.0
 # Of the peers' measuring programs, so that losses can be set side by side.
 ADAMW = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
@@ -55,7 +56,8 @@ SHAPES = {
 @dataclass(frozen=True)
 class RowOptions:
     """How hostward is set up for a row: share of the state that leaves the device, share of that which is streamed,
-    whether the layers' weights leave as well, threads of the host step (None: hostward's own choice).
+    whether the layers' weights and inputs leave as well, format of the state, whether the norm is clipped, bytes of GPU
+    staging buffers and threads of the host step (None: hostward's own choice).
     """
 
     fraction: float
@@ -63,32 +65,46 @@ class RowOptions:
     overlap: bool
     weights: bool
     inputs: bool
+    state: Mapping[str, torch.dtype] | None
+    clipped: bool
+    staging_bytes: int | None
     threads: int | None
 
 
+STATES: dict[str, dict[str, torch.dtype]] = {
+    "bf16-moments": {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16},
+}
+"""Formats of the state by name, as `AdamW(state_dtypes=...)` takes them."""
 _ROW = re.compile(
-    r"(?P<serial>serial-)?(?:(?P<kind>host|streamed|auto|mix(?P<share>[\d.]+)):)?(?P<fraction>[\d.]+)(?P<weights>\+weights)?"
-    r"(?P<inputs>\+inputs)?"
-    r"(?:@(?P<threads>\d+))?"
+    r"(?P<serial>serial-)?(?:(?P<kind>host|streamed|auto|mix(?P<share>[\d.]+)):)?(?P<fraction>[\d.]+)"
+    rf"(?:\+(?P<state>{'|'.join(STATES)}))?(?P<weights>\+weights)?(?P<inputs>\+inputs)?(?P<unclipped>\+unclipped)?"
+    r"(?:\+staging(?P<staging>[\d.]+)GiB)?(?:@(?P<threads>\d+))?"
 )
 
 
 def row_options(text: str) -> RowOptions | None:
     """What a row's name says; None for the rows without hostward. Raises ValueError."""
-    if text in (TORCH, NO_OPTIMIZER):
+    if text in (TORCH, TORCH_UNCLIPPED, NO_OPTIMIZER):
         return None
     match = _ROW.fullmatch(text)
     if match is None or (match["kind"] is None and float(match["fraction"]) != 0):
         raise ValueError(
             f"{text!r} is no row: torch, forward-backward, 0, host:F, streamed:F, auto:F, mixS:F, serial-.., "
-            "..+weights, ..+inputs, ..@THREADS"
+            f"..+{', ..+'.join(STATES)}, ..+weights, ..+inputs, ..+unclipped, ..+stagingNGiB, ..@THREADS"
         )
     named: dict[str | None, float | str] = {None: 0.0, "host": 0.0, "streamed": 1.0, "auto": "auto"}
     streamed = float(match["share"]) if match["share"] else named[match["kind"]]
-    threads = int(match["threads"]) if match["threads"] else None
-    serial, weights = match["serial"] is not None, match["weights"] is not None
-    inputs = match["inputs"] is not None
-    return RowOptions(float(match["fraction"]), streamed, not serial, weights, inputs, threads)
+    return RowOptions(
+        fraction=float(match["fraction"]),
+        streamed=streamed,
+        overlap=match["serial"] is None,
+        weights=match["weights"] is not None,
+        inputs=match["inputs"] is not None,
+        state=STATES[match["state"]] if match["state"] else None,
+        clipped=match["unclipped"] is None,
+        staging_bytes=int(float(match["staging"]) * (1 << 30)) if match["staging"] else None,
+        threads=int(match["threads"]) if match["threads"] else None,
+    )
 
 
 @dataclass(frozen=True)
@@ -181,9 +197,10 @@ class NoOptimizer:
 
 
 class TorchMasters:
-    """bf16 weights, fp32 masters and moments on the GPU, stepped by torch's fused AdamW after clip_grad_norm_."""
+    """bf16 weights, fp32 main weights and moments on the GPU, stepped by torch's fused AdamW, clipped or not."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, *, clipped: bool) -> None:
+        self._clipped = clipped
         self._weights = list(model.parameters())
         self._masters = [torch.nn.Parameter(p.detach().float()) for p in self._weights]
         self._optimizer = torch.optim.AdamW(self._masters, fused=True, **ADAMW)  # type: ignore[arg-type]
@@ -193,7 +210,8 @@ class TorchMasters:
 
     @torch.no_grad()
     def step(self) -> None:
-        torch.nn.utils.clip_grad_norm_(self._weights, MAX_NORM)
+        if self._clipped:
+            torch.nn.utils.clip_grad_norm_(self._weights, MAX_NORM)
         for master, weight in zip(self._masters, self._weights, strict=True):
             master.grad = weight.grad.float()  # type: ignore[union-attr]
             weight.grad = None
@@ -213,11 +231,13 @@ class Hostward:
 
         self.optimizer = hostward.AdamW(
             model,
-            max_grad_norm=MAX_NORM,
+            max_grad_norm=MAX_NORM if options.clipped else None,
             offload_fraction=options.fraction,
             streamed_fraction=options.streamed,
             overlap=options.overlap,
             host_threads=options.threads,
+            staging_bytes=options.staging_bytes,
+            state_dtypes=options.state,
             **ADAMW,
         )
         if options.weights or options.inputs:
@@ -285,8 +305,10 @@ class Run:
         self.contender: Contender
         if self.options is not None:
             self.contender = Hostward(self.model, self.options)
+        elif job.row == NO_OPTIMIZER:
+            self.contender = NoOptimizer(self.model)
         else:
-            self.contender = (TorchMasters if job.row == TORCH else NoOptimizer)(self.model)
+            self.contender = TorchMasters(self.model, clipped=job.row == TORCH)
         synchronise(job.device)
         self.setup_s = time.perf_counter() - started
         generator = torch.Generator().manual_seed(SEED + 1)
