@@ -1,10 +1,9 @@
-"""What moments in bf16 do to the loss: the small recipe trained with fp32 moments, with moments in bf16 as hostward
-stores them (rounded at random), with moments rounded to nearest, and with fp32 moments from another seed, which says
-how far apart two equally good runs are.
+"""What fewer bytes of state do to the loss: the small recipe in bf16, trained from several seeds with each format.
 
-    python benchmarks/state_formats.py --json benchmarks/results/DATE-state-formats.json
+    python benchmarks/state_formats.py --seeds 4 --json benchmarks/results/DATE-state-formats.json
 
-All runs but the last have the same seed, data and options. Rounded to nearest is emulated: moments of an fp32 state are
+A seed is that of the first weights, so runs of one seed differ in the format alone; how far apart runs of one format
+are says how far apart two equally good runs are. Moments rounded to nearest are emulated: moments of an fp32 state are
 rounded after each step, which is what such a kernel would store.
 """
 
@@ -17,23 +16,31 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from machine import describe
 
-BF16 = ["optimizer.exp_avg_dtype=bf16", "optimizer.exp_avg_sq_dtype=bf16"]
-RUNS: dict[str, tuple[list[str], bool]] = {
+MOMENTS = ["optimizer.exp_avg_dtype=bf16", "optimizer.exp_avg_sq_dtype=bf16"]
+MAIN = ["optimizer.main_params_dtype=bf16"]
+FORMATS: dict[str, tuple[list[str], bool]] = {
     "fp32": ([], False),
-    "bf16": (BF16, False),
-    "rounded to nearest": ([], True),
-    "fp32, another seed": (["rng.seed=4321"], False),
+    "bf16 moments": (MOMENTS, False),
+    "bf16 exp_avg": (MOMENTS[:1], False),
+    "bf16 exp_avg_sq": (MOMENTS[1:], False),
+    "bf16 moments to nearest": ([], True),
+    "bf16 main weights": (MAIN, False),
+    "bf16 moments and main weights": ([*MOMENTS, *MAIN], False),
 }
 """Options, and whether moments are rounded to nearest."""
-SETTINGS = ["optimizer.adam_beta2=0.999", "train.global_batch_size=1", "train.micro_batch_size=1"]
-MEAN_OF = 100
-"""Iterations over which losses are averaged."""
+SETTINGS = [
+    "model.params_dtype=bf16",
+    "optimizer.adam_beta2=0.999",
+    "train.global_batch_size=1",
+    "train.micro_batch_size=1",
+]
+FIRST_SEED = 1234
 
 NEAREST = """
 import torch
@@ -47,34 +54,44 @@ def rounded(optimizer, *_):
 
 register_optimizer_step_post_hook(rounded)
 """
-MAIN = "\nimport runpy\nrunpy.run_module('hostward', run_name='__main__', alter_sys=True)\n"
+PROGRAM = "\nimport runpy\nrunpy.run_module('hostward', run_name='__main__', alter_sys=True)\n"
 
 
-def run(iterations: int, name: str) -> list[float]:
+def run(iterations: int, name: str, seed: int) -> list[float]:
     """The losses of one run."""
-    options, nearest = RUNS[name]
+    options, nearest = FORMATS[name]
     steps = [f"train.train_iters={iterations}", f"scheduler.lr_decay_iters={iterations}", "logger.log_interval=100"]
     with tempfile.TemporaryDirectory() as folder:
-        words = ["train", "--run-dir", folder, *SETTINGS, *steps, *options]
-        command = [sys.executable, "-c", (NEAREST if nearest else "") + MAIN, *words]
+        words = ["train", "--run-dir", folder, *SETTINGS, *steps, f"rng.seed={seed}", *options]
+        command = [sys.executable, "-c", (NEAREST if nearest else "") + PROGRAM, *words]
         subprocess.run(command, check=True, stdout=sys.stderr, env={**os.environ, "OMP_NUM_THREADS": "1"})
         losses: list[float] = json.loads((Path(folder) / "report.json").read_text())["losses"]
     return losses
 
 
-def means(losses: list[float]) -> list[float]:
-    return [sum(losses[i : i + MEAN_OF]) / MEAN_OF for i in range(0, len(losses) - MEAN_OF + 1, MEAN_OF)]
+def means(losses: list[float], mean_of: int) -> list[float]:
+    return [fmean(losses[i : i + mean_of]) for i in range(0, len(losses) - mean_of + 1, mean_of)]
 
 
-def compared(losses: dict[str, list[float]]) -> dict[str, Any]:
-    """Averaged losses, and how far they are from those with fp32 moments: in the end, and at most."""
-    averaged = {name: means(values) for name, values in losses.items()}
-    apart = {name: [a - b for a, b in zip(values, averaged["fp32"], strict=True)] for name, values in averaged.items()}
+def spread(values: list[float]) -> dict[str, Any]:
+    """Mean and standard deviation over seeds, and the values."""
+    return {
+        "mean": round(fmean(values), 5),
+        "deviation": round(stdev(values), 5) if len(values) > 1 else None,
+        "by_seed": [round(value, 5) for value in values],
+    }
+
+
+def compared(losses: dict[str, list[list[float]]], mean_of: int) -> dict[str, Any]:
+    """By format: the last mean loss, and its distance from fp32 of the same seed, over seeds; and the means of each."""
+    averaged = {name: [means(values, mean_of) for values in seeds] for name, seeds in losses.items()}
+    pairs = {name: list(zip(seeds, averaged["fp32"], strict=True)) for name, seeds in averaged.items()}
     return {
         name: {
-            "mean_losses": [round(value, 5) for value in averaged[name]],
-            "last_minus_fp32": round(apart[name][-1], 5),
-            "largest_distance": round(max(map(abs, apart[name])), 5),
+            "last": spread([of_seed[-1] for of_seed in averaged[name]]),
+            "last_minus_fp32": spread([a[-1] - b[-1] for a, b in pairs[name]]),
+            "all_minus_fp32": spread([fmean(a) - fmean(b) for a, b in pairs[name]]),
+            "mean_losses": [[round(value, 5) for value in of_seed] for of_seed in averaged[name]],
         }
         for name in losses
     }
@@ -83,18 +100,27 @@ def compared(losses: dict[str, list[float]]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--iterations", type=int, default=1000)
+    parser.add_argument("--mean-of", type=int, default=100, help="iterations over which losses are averaged")
+    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument(
+        "--formats", nargs="+", default=list(FORMATS), choices=FORMATS, help="fp32 is always among them"
+    )
     parser.add_argument("--at-once", type=int, default=1, help="runs at a time")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    seeds = range(FIRST_SEED, FIRST_SEED + arguments.seeds)
+    names = list(dict.fromkeys(["fp32", *arguments.formats]))
     with ThreadPoolExecutor(arguments.at_once) as pool:
-        losses = dict(zip(RUNS, pool.map(partial(run, arguments.iterations), RUNS), strict=True))
+        runs = {n: [pool.submit(run, arguments.iterations, n, seed) for seed in seeds] for n in names}
+        losses = {name: [each.result() for each in of_name] for name, of_name in runs.items()}
     found = {
         **describe(),
         "recipe": "qwen3_moe_tiny_pretrain_config",
         "options": SETTINGS,
         "iterations": arguments.iterations,
-        "mean_of": MEAN_OF,
-        "runs": compared(losses),
+        "mean_of": arguments.mean_of,
+        "seeds": list(seeds),
+        "formats": compared(losses, arguments.mean_of),
     }
     text = json.dumps(found, indent=1)
     print(text)

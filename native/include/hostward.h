@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#define HOSTWARD_ABI_VERSION 7
+#define HOSTWARD_ABI_VERSION 8
 
 #if defined(__GNUC__)
 #define HOSTWARD_API __attribute__((visibility("default")))
@@ -33,7 +33,7 @@ enum hostward_error {
 enum hostward_dtype { HOSTWARD_FP32 = 0, HOSTWARD_BF16 = 1, HOSTWARD_FP16 = 2 };
 
 enum hostward_master_kind {
-  HOSTWARD_MASTER_WEIGHT = 0, /* the weight is fp32 itself */
+  HOSTWARD_MASTER_WEIGHT = 0, /* the weight itself: fp32, or bf16 that is rounded at random */
   HOSTWARD_MASTER_SPLIT = 1,  /* bf16 weight and int16 remainder (low 16 bits) together are the fp32 main weight */
   HOSTWARD_MASTER_PLAIN = 2   /* fp32 main weight besides a 16-bit weight */
 };

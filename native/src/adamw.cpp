@@ -11,6 +11,8 @@ int find_layout(const hostward_adamw_task& task, Layout* layout) {
   const int32_t weight = task.weight_dtype;
   if (task.master_kind == HOSTWARD_MASTER_WEIGHT && weight == HOSTWARD_FP32) {
     *layout = kFp32Weight;
+  } else if (task.master_kind == HOSTWARD_MASTER_WEIGHT && weight == HOSTWARD_BF16) {
+    *layout = kRoundedBf16;
   } else if (task.master_kind == HOSTWARD_MASTER_SPLIT && weight == HOSTWARD_BF16) {
     *layout = kSplitBf16;
   } else if (task.master_kind == HOSTWARD_MASTER_PLAIN && weight == HOSTWARD_BF16) {
@@ -110,9 +112,9 @@ int run_task(const hostward_adamw_task& task) {
       const int64_t stop = std::min(elements, (piece + 1) * kPieceElements);
       cursor.visit(piece * kPieceElements, stop, [&](const hostward_range& range, int64_t from, int64_t to) {
         const int64_t state = range.offset + from;
-        void* master = layout == kFp32Weight  ? nullptr
-                       : layout == kSplitBf16 ? static_cast<void*>(task.remainder + state)
-                                              : static_cast<void*>(task.master + state);
+        void* master = nullptr;
+        if (task.master_kind == HOSTWARD_MASTER_SPLIT) master = task.remainder + state;
+        if (task.master_kind == HOSTWARD_MASTER_PLAIN) master = task.master + state;
         const Piece part = {at(range.grad, from, grad_bytes), at(range.weight, from, weight_bytes),
                             at(task.exp_avg, state, first_bytes), at(task.exp_avg_sq, state, second_bytes), master};
         function(make_constants(task, range, scale), part, to - from);

@@ -8,7 +8,7 @@ namespace hostward {
 // Constants of one range at one step, each rounded to fp32 once.
 struct Constants {
   float beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay, step_size, inv_sqrt_bc2, scale;
-  uint32_t step_key;  // mixed from the step, for the rounding of moments
+  uint32_t step_key;  // mixed from the step, for what is rounded at random
 };
 
 // Every bit of the result depends on every bit of `x`; one to one. The constants are those of "lowbias32".
@@ -19,7 +19,7 @@ inline __attribute__((always_inline)) uint32_t mix(uint32_t x) {
 }
 
 // First elements of one contiguous piece. `master` is the low 16 bits (remainder), the fp32 main weight, or null for
-// fp32 weights.
+// weights that are their own main weight.
 struct Piece {
   const void* grad;
   void* weight;
@@ -30,8 +30,8 @@ struct Piece {
 
 constexpr int kDtypes = 3;
 constexpr int kMomentDtypes = 2;  // fp32, bf16
-constexpr int kLayouts = 4;       // how weight and fp32 main weight are stored
-enum Layout { kFp32Weight = 0, kSplitBf16 = 1, kPlainBf16 = 2, kPlainFp16 = 3 };
+constexpr int kLayouts = 5;       // how weight and main weight are stored
+enum Layout { kFp32Weight = 0, kSplitBf16 = 1, kPlainBf16 = 2, kPlainFp16 = 3, kRoundedBf16 = 4 };
 
 constexpr int64_t kNormChunk = 4096;
 constexpr int64_t kPieceElements = 64 * 1024;  // the least work worth a thread; a multiple of kNormChunk

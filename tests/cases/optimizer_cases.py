@@ -132,6 +132,9 @@ def to_numpy(tensor: torch.Tensor) -> Any:
     return flat.numpy().copy()
 
 
+FP32S = (torch.float32,) * 3
+
+
 @dataclass
 class NumpyOptimizer:
     """The whole step of docs/exactness.md over named parameters, with hostward.kernels.reference for the arithmetic."""
@@ -146,12 +149,12 @@ class NumpyOptimizer:
     norm: float = 0.0
 
     @classmethod
-    def over(
-        cls, named: Iterable[tuple[str, torch.Tensor]], moments: tuple[torch.dtype, torch.dtype] = (torch.float32,) * 2
-    ) -> NumpyOptimizer:
+    def over(cls, named: Iterable[tuple[str, torch.Tensor]], form: tuple[torch.dtype, ...] = ()) -> NumpyOptimizer:
+        """Begin with these weights; `form`: dtypes of exp_avg, exp_avg_sq and main_param, fp32 where it is shorter."""
         named = list(named)
-        first, second = (np.uint16 if dtype is torch.bfloat16 else np.float32 for dtype in moments)
-        master = {name: reference.float_of(to_numpy(p)) for name, p in named}
+        first, second, main = (np.uint16 if d is torch.bfloat16 else np.float32 for d in (*form, *FP32S)[:3])
+        given = {name: to_numpy(p) for name, p in named}
+        master = {n: v if main == v.dtype == np.uint16 else reference.float_of(v) for n, v in given.items()}
         return cls(
             {name: p.dtype for name, p in named},
             {name: p.shape for name, p in named},
@@ -199,13 +202,12 @@ class NumpyOptimizer:
         weights, state = {}, {}
         for name, dtype in self.dtypes.items():
             shape = self.shapes[name]
-            master = torch.from_numpy(self.master[name]).view(shape)
             weights[f"weight {name}"] = torch.from_numpy(_weight(self.master[name], dtype)).view(dtype).view(shape)
             state[f"step {name}"] = torch.tensor(self.count[name])
             state[f"exp_avg {name}"] = _moment(self.exp_avg[name]).view(shape)
             state[f"exp_avg_sq {name}"] = _moment(self.exp_avg_sq[name]).view(shape)
-            if dtype is not torch.float32:
-                state[f"master {name}"] = master
+            if dtype is not torch.float32 and self.master[name].dtype == np.float32:
+                state[f"master {name}"] = torch.from_numpy(self.master[name]).view(shape)
         return weights | state
 
 
@@ -216,6 +218,8 @@ def _moment(values: Any) -> torch.Tensor:
 
 
 def _weight(master: Any, dtype: torch.dtype) -> Any:
+    if master.dtype == np.uint16:
+        return master.view(np.int16)
     if dtype is torch.bfloat16:
         return reference.bf16_bits(master).view(np.int16)
     return reference.fp16_weight(master) if dtype is torch.float16 else master

@@ -222,3 +222,34 @@ def test_moments_in_bf16_are_saved_resumed_and_widened_and_fp32_ones_rounded_on_
     wide = saved(tmp_path / "wide")[0]
     assert all(torch.equal(wide[name], found[0][name].float()) for name in moments)
     assert cli("checkpoint", "convert", tmp_path / "to-0.0", tmp_path / "for-torch", "--to", "torch").code == 0
+
+
+def test_main_weights_in_bf16_are_dropped_on_request_alone_and_come_back_exactly(
+    train: Cli, cli: Cli, text: Path, folder: Path, tmp_path: Path
+) -> None:
+    option, dropped, whole = "optimizer.main_params_dtype=bf16", tmp_path / "dropped", saved(folder)[0]
+    refused = cli("train", *SMALL, f"dataset.path={text}", BF16, option, f"checkpoint.load={folder}")
+    assert refused.code == 2
+    assert "the low 16 of its 32 bits would be lost" in refused.err
+
+    assert cli("checkpoint", "convert", folder, dropped, "--to", "bf16-main-params").code == 0
+    tensors, plain = saved(dropped)
+    assert plain["config"]["optimizer"]["main_params_dtype"] == plain["optimizer"]["main_param"] == "bf16"
+    assert whole.keys() - tensors.keys() == {name for name in whole if name.endswith("/master")}
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in tensors.items())
+
+    found = []
+    for fraction in (0.0, 1.0):
+        to = tmp_path / f"to-{fraction}"
+        words = ["train.train_iters=4", BF16, option, f"checkpoint.load={dropped}"]
+        train(*words, *offloaded(fraction), f"checkpoint.save={to}")
+        found.append(saved(to)[0])
+    assert different(*found) == []
+    words = ["train.train_iters=4", BF16, f"checkpoint.load={tmp_path / 'to-0.0'}"]
+    train(*words, f"checkpoint.save={tmp_path / 'wide'}")
+    wide = saved(tmp_path / "wide")[0]
+    masters = [name for name in wide if name.endswith("/master")]
+    assert len(masters) > 0
+    for name in masters:
+        weight = found[0][name.replace("optimizer/", "model/").removesuffix("/master")]
+        assert torch.equal(wide[name], weight.float())

@@ -30,7 +30,7 @@ def test_every_option_is_listed_within_80_columns(cli: Cli, monkeypatch: pytest.
         ("One fraction for all", []),
         (
             "float16",
-            ["model.params_dtype", "optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype"],
+            ["model.params_dtype", *(f"optimizer.{o}_dtype" for o in ("exp_avg", "exp_avg_sq", "main_params"))],
         ),  # of the meaning: another spelling of a value
     ],
 )

@@ -309,7 +309,7 @@ COMBINATION_CASES: dict[str, tuple[str, str, int, str]] = {
         1,
         ("optimizer.use_torch_optimizer_for_cpu_offload=true with streamed state, which hostward's own kernel steps"),
     ),
-    "torch-optimizer-bf16-moments": (
+    "torch-optimizer-bf16-state": (
         TINY,
         (
             "optimizer.optimizer_cpu_offload=true optimizer.use_torch_optimizer_for_cpu_offload=true "
@@ -317,8 +317,17 @@ COMBINATION_CASES: dict[str, tuple[str, str, int, str]] = {
         ),
         1,
         (
-            "optimizer.use_torch_optimizer_for_cpu_offload=true with moments in bf16, which torch's step rounds to "
-            "nearest, where they stall"
+            "optimizer.use_torch_optimizer_for_cpu_offload=true with state in bf16, which torch's step rounds to "
+            "nearest, where it stalls"
+        ),
+    ),
+    "bf16-main-params": (
+        TINY,
+        "model.params_dtype=fp16 optimizer.main_params_dtype=bf16",
+        1,
+        (
+            "optimizer.main_params_dtype=bf16 with model.params_dtype=fp16: the main weight would have fewer bits than "
+            "the weight"
         ),
     ),
     "serial-sums": (

@@ -36,7 +36,7 @@ OPTION_NAMES = {
     ),
     "optimizer": (
         "optimizer lr min_lr weight_decay adam_beta1 adam_beta2 adam_eps clip_grad "
-        "exp_avg_dtype exp_avg_sq_dtype decoupled_weight_decay "
+        "exp_avg_dtype exp_avg_sq_dtype main_params_dtype decoupled_weight_decay "
         "optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d "
         "use_torch_optimizer_for_cpu_offload gradients pin_cpu_grads pin_cpu_params offload_mix "
         "offload_optimizer_states "

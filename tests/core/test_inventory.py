@@ -11,6 +11,7 @@ from hypothesis import given
 
 from hostward.core import inventory
 from hostward.core.inventory import (
+    FP32_STATE,
     LARGEST_BUCKET_CAP,
     RANGE_ALIGNMENT_ELEMENTS,
     SMALLEST_BUCKET_CAP,
@@ -27,7 +28,6 @@ from hostward.core.inventory import (
     cut_buckets,
     host_bytes_per_element,
     layer_of,
-    master_kind,
     state_bytes_per_element,
 )
 from hostward.errors import ConfigError
@@ -123,7 +123,9 @@ def test_bytes_of_buckets_are_those_of_the_parameters(parameters: list[Parameter
     buckets = cut_buckets(parameters)
     whole = Inventory(tuple(parameters), buckets)
     assert whole.numel == sum(b.numel for b in buckets)
-    assert whole.state_bytes == sum(p.numel * state_bytes_per_element(master_kind(p.dtype)) for p in parameters)
+    kinds = [FP32_STATE.master_kind(p.dtype) for p in parameters]
+    sizes = zip(parameters, map(state_bytes_per_element, kinds), strict=True)
+    assert whole.state_bytes == sum(p.numel * size for p, size in sizes)
     for b in buckets:
         assert b.host_bytes == b.numel * host_bytes_per_element(b.dtype, b.kind)
 
@@ -190,6 +192,21 @@ def test_bytes_per_element(dtype: Dtype, split: bool, kind: MasterKind, state_by
     (bucket,) = cut_buckets([Parameter("a", 10, dtype, "l")], form=StateFormat(split_master=split))
     assert bucket.kind is kind
     assert (bucket.state_bytes, bucket.host_bytes) == (10 * state_bytes, 10 * host_bytes)
+
+
+def test_bytes_of_bf16_main_weights_are_those_of_moments_alone() -> None:
+    form = StateFormat(Dtype.BF16, Dtype.BF16, main_param=Dtype.BF16)
+    weights = [Parameter("a", 10, Dtype.BF16, "l"), Parameter("b", 10, Dtype.FP32, "l")]
+    narrow, wide = cut_buckets(weights, form=form)
+    assert [(b.kind, b.state_bytes, b.host_bytes) for b in (narrow, wide)] == [
+        (MasterKind.WEIGHT, 40, 60),
+        (MasterKind.WEIGHT, 40, 80),
+    ]
+    assert Inventory(tuple(weights), (narrow, wide)).saved_bytes == [40, 40]
+    assert [form.saved_element_bytes(d) for d in (Dtype.BF16, Dtype.FP32)] == [4, 4]
+    assert [FP32_STATE.saved_element_bytes(d) for d in (Dtype.BF16, Dtype.FP32)] == [12, 8]
+    with pytest.raises(ConfigError, match="main weights in bf16 of fp16 weights"):
+        form.master_kind(Dtype.FP16)
 
 
 @given(st.integers(0, 10**9), st.integers(1, 10**4))

@@ -305,6 +305,7 @@ def given(
     bad: int | None = None,
     load: str = "",
     save: str = "",
+    dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> dict[str, Any]:
     """Norms, whole weights and whole state after steps with given gradients.
@@ -315,6 +316,7 @@ def given(
         load, save: folders of distributed checkpoints, before and after.
     """
     model: Any = Net() if network is None else sharded(**network)
+    model.to(dtype)
     optimizer = adamw(model, mix, **options)
     if load:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -324,7 +326,7 @@ def given(
     told = []
     for step in steps:
         for name, p in model.named_parameters():
-            whole = gradient_of(name, p.shape, step)
+            whole = gradient_of(name, p.shape, step).to(dtype)
             if step == bad and name == "embed.weight":
                 whole[-1, -1] = float("inf")
             p.grad = whole if network is None else fsdp2.like(fsdp2.part_of_saved(name, whole, p).clone(), p)

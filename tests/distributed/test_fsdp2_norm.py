@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from sharded_cases import given
@@ -21,17 +23,18 @@ def test_norm_and_steps_of_given_gradients_are_those_of_one_process(
     assert found == [given("device")] * stepped.size
 
 
-def test_bf16_moments_are_rounded_alike_at_every_number_of_ranks_and_placement(
+def test_state_in_bf16_is_rounded_alike_at_every_number_of_ranks_and_placement(
     request: pytest.FixtureRequest,
 ) -> None:
     """Also where a shard begins within a bucket's elements, and in the replica of a shard."""
-    moments = {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16}
-    expected = given("device", state_dtypes=moments)
-    assert expected["bits"] != given("device")["bits"]
+    parts = ("exp_avg", "exp_avg_sq", "main_param")
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "state_dtypes": dict.fromkeys(parts, torch.bfloat16)}
+    expected = given("device", **options)
+    assert expected["bits"] != given("device", dtype=torch.bfloat16)["bits"]
     for case, mix in (("two", "mixed"), ("hybrid", "device")):
         ranks, mesh = MESHES[case]
         stepped: World = request.getfixturevalue(ranks)
-        found = stepped.run("sharded_cases.given", mix=mix, network={"mesh": mesh}, state_dtypes=moments)
+        found = stepped.run("sharded_cases.given", mix=mix, network={"mesh": mesh}, **options)
         assert found == [expected] * stepped.size
 
 

@@ -33,6 +33,7 @@ LAYOUTS = {
     "bf16-split": (1, MasterKind.SPLIT),
     "bf16-plain": (1, MasterKind.PLAIN),
     "fp16-plain": (2, MasterKind.PLAIN),
+    "bf16-rounded": (1, MasterKind.WEIGHT),
 }
 COMBINATIONS = list(itertools.product(GRADS, LAYOUTS))
 MOMENTS = {"fp32": (False, False), "bf16": (True, True), "bf16-fp32": (True, False), "fp32-bf16": (False, True)}
@@ -123,7 +124,7 @@ class Case:
             if short:
                 self.slabs[name] = (self.slabs[name].view(np.uint32) >> np.uint32(16)).astype(np.uint16)
         if kind is MasterKind.WEIGHT:
-            self.slabs["weight"] = master
+            self.slabs["weight"] = as_grad(master, weight_code)  # bf16 ones are cut off
         elif kind is MasterKind.SPLIT:
             # Any pair of weight and remainder is a master, also those that a step never leaves.
             self.slabs["weight"] = (master.view(np.uint32) >> np.uint32(16)).astype(np.uint16)

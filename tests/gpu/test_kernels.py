@@ -48,7 +48,8 @@ def test_t46_every_length_at_odd_alignment(grad_code: int, layout: str, wild: bo
 
 @pytest.mark.parametrize("moments", [m for m in MOMENTS if m != "fp32"])
 @pytest.mark.parametrize(
-    ("grad_code", "layout"), [(0, "fp32"), (1, "bf16-split"), (2, "fp16-plain")] if INTERPRETED else COMBINATIONS
+    ("grad_code", "layout"),
+    [(0, "fp32"), (1, "bf16-split"), (2, "fp16-plain"), (1, "bf16-rounded")] if INTERPRETED else COMBINATIONS,
 )
 def test_bf16_moments_at_every_length_and_in_whole_blocks(grad_code: int, layout: str, moments: str) -> None:
     lengths = [4096, *LENGTHS[:5]] if INTERPRETED else [*LENGTHS, 3 * 4096, 4097, 65536, 8192]

@@ -22,7 +22,7 @@ LAYOUTS = {"single": 1, "dp2": 2, "tp2": 2, "pp2": 2, "pp2-interleaved": 2, "ep2
 WORLDS = {**LAYOUTS, "dp4": 4, "dp2-tp2": 4, "dp2-pp2": 4}
 PRECISE = {"use_precision_aware_optimizer": True, "overlap_cpu_optimizer_d2h_h2d": True}
 OVERLAPPED = {**PRECISE, "overlap": True}
-BF16_MOMENTS = {**OVERLAPPED, "exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
+BF16_STATE = {**OVERLAPPED, **{f"{part}_dtype": torch.bfloat16 for part in ("exp_avg", "exp_avg_sq", "main_params")}}
 DIVIDED = {"distribute_saved_activations": True}
 CASES = "megatron_offload_cases"
 
@@ -160,7 +160,7 @@ def test_without_a_wait_the_bits_differ(ranks: Ranks, wait: str, streamed: float
         ("ep2", "dp_reshardable", PRECISE, [1.0]),
         ("dp2", "fully_reshardable", {}, [1.0]),
         ("dp2", "dp_reshardable", {"distributed": False}, [1.0]),
-        ("dp2", "dp_reshardable", BF16_MOMENTS, [1.0, 0.0]),
+        ("dp2", "dp_reshardable", BF16_STATE, [1.0, 0.0]),
     ],
 )
 def test_checkpoints_load_at_another_fraction(

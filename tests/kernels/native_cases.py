@@ -16,7 +16,8 @@ Array = Any
 
 GRADS = ("fp32", "bf16", "fp16")
 MOMENTS = (("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "bf16"))
-LAYOUTS = ("fp32", "split", "bf16", "fp16")  # fp32 weight; split bf16; bf16 or fp16 with an fp32 master
+LAYOUTS = ("fp32", "split", "bf16", "fp16", "rounded")
+"""fp32 weight; split bf16; bf16 or fp16 with an fp32 master; bf16 without one, rounded at random."""
 HYPER = reference.Hyper(lr=3e-4, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8)
 TABLES = bias_tables(HYPER.beta1, HYPER.beta2, 1 << 16)
 ISAS = load().supported_isas()
@@ -95,7 +96,7 @@ class Guarded:
 
 @dataclass
 class Case:
-    """Initial values of one step over n elements; `weight` follows from `master` and the layout."""
+    """Initial values of one step over n elements; `weight` follows from `master` (see `as_main`) and the layout."""
 
     grad_dtype: str
     layout: str
@@ -117,7 +118,7 @@ class Case:
             grad_dtype,
             layout,
             as_grad(random_floats(rng, n, special), grad_dtype),
-            reference.canonical(random_floats(rng, n, special)),
+            as_main(reference.canonical(random_floats(rng, n, special)), layout),
             as_moment(random_floats(rng, n, special), moments[0]),
             as_moment(np.abs(random_floats(rng, n, special)), moments[1]),
         )
@@ -129,9 +130,13 @@ class Case:
         return {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, **stored(master, self.layout)}
 
 
+def as_main(values: Array, layout: str) -> Array:
+    return as_moment(values, "bf16" if layout == "rounded" else "fp32")
+
+
 def stored(master: Array, layout: str) -> dict[str, Array]:
-    """What a layout keeps of an fp32 master."""
-    if layout == "fp32":
+    """What a layout keeps of a master: fp32, or bf16 bits where it keeps no more."""
+    if layout in ("fp32", "rounded"):
         return {"weight": master}
     if layout == "split":
         weight, remainder = reference.split_master(master)

@@ -20,6 +20,7 @@ from native_cases import (
     TABLES,
     Case,
     as_grad,
+    as_main,
     as_moment,
     native_run,
     random_floats,
@@ -76,6 +77,8 @@ def test_t46_alignment_of_an_element_only(grad: str, layout: str) -> None:
         ("fp32", "fp32", MOMENTS[2]),
         ("fp16", "fp16", MOMENTS[0]),
         ("bf16", "bf16", MOMENTS[0]),
+        ("bf16", "rounded", MOMENTS[0]),
+        ("bf16", "rounded", MOMENTS[1]),
     ],
 )
 def test_threads_and_ranges_do_not_change_a_bit(grad: str, layout: str, moments: tuple[str, str]) -> None:
@@ -101,7 +104,8 @@ def test_any_bits_at_all(data: st.DataObject) -> None:
     step = data.draw(st.integers(1, 200_000))
     scale = data.draw(st.floats(width=32, allow_nan=True))
     first, second = (as_moment(v, d) for v, d in zip(values[2:], data.draw(st.sampled_from(MOMENTS)), strict=True))
-    case = Case(grad, layout, as_grad(values[0], grad), reference.canonical(values[1]), first, second)
+    master = as_main(reference.canonical(values[1]), layout)
+    case = Case(grad, layout, as_grad(values[0], grad), master, first, second)
     for isa in ISAS:
         factor = np.array([scale], dtype=np.float32)
         run = run_step(case, isa=isa, count=step - 1, scale=factor)
@@ -109,11 +113,13 @@ def test_any_bits_at_all(data: st.DataObject) -> None:
         assert run.counts.tolist() == [step]
 
 
-@pytest.mark.parametrize(("layout", "moments"), [*((k, MOMENTS[0]) for k in LAYOUTS), ("split", MOMENTS[1])])
+@pytest.mark.parametrize(
+    ("layout", "moments"), [*((k, MOMENTS[0]) for k in LAYOUTS), *((k, MOMENTS[1]) for k in ("split", "rounded"))]
+)
 def test_a_thousand_random_steps(layout: str, moments: tuple[str, str]) -> None:
     rng = np.random.default_rng(4)
     n = 513
-    master = (rng.standard_normal(n) * np.exp2(rng.integers(-140, 3, n))).astype(np.float32)
+    master = as_main((rng.standard_normal(n) * np.exp2(rng.integers(-140, 3, n))).astype(np.float32), layout)
     first, second = (as_moment(np.zeros(n, dtype=np.float32), dtype) for dtype in moments)
     grads = [
         as_grad((rng.standard_normal(n) * 10.0 ** rng.integers(-30, 2)).astype(np.float32), "bf16") for _ in range(8)
@@ -210,10 +216,33 @@ def test_bf16_moments_are_rounded_without_bias_and_never_stall() -> None:
     assert error.std() < 0.01 * exact_m.std()
 
 
+def test_a_weight_without_main_weight_is_right_in_the_mean_and_stays_where_nothing_changes_it() -> None:
+    """To nearest it would stall: each step changes it by a fiftieth of its unit."""
+    still = reference.Hyper(lr=0.0, weight_decay=0.0, beta1=0.9, beta2=0.95, eps=1e-8)
+    moving = reference.Hyper(lr=1e-4, weight_decay=0.0, beta1=0.9, beta2=0.95, eps=1e-8)
+    rng, n = np.random.default_rng(13), 4096
+    start = as_moment(rng.uniform(1.01, 1.99, n).astype(np.float32), "bf16")
+    p, exact = start, reference.float_of(start)
+    zero = np.zeros(n, np.float32)
+    moments = exact_moments = zero, zero
+    grad = as_moment(rng.uniform(0.5, 1.5, n).astype(np.float32), "bf16")  # a constant one: m / sqrt(v) is 1
+    for step in range(1, 201):
+        kept, *moments = reference.adamw(p, *moments, grad, step, still, TABLES)
+        assert kept.tobytes() == p.tobytes()
+        moments = exact_moments
+        p, *moments = reference.adamw(p, *moments, grad, step, moving, TABLES)
+        exact, *exact_moments = reference.adamw(exact, *exact_moments, grad, step, moving, TABLES)
+    error = reference.float_of(p).astype(np.float64) - exact
+    assert (reference.float_of(start) - exact).mean() > 0.019
+    assert abs(error.mean()) < 3 * error.std() / np.sqrt(n)
+    # One parameter at a time, whatever its neighbours are: each has random bits of its own.
+    assert abs(np.corrcoef(error[:-1], error[1:])[0, 1]) < 0.06
+
+
 def test_infinite_and_nan_moments_stay_what_they_are_in_bf16() -> None:
     given = np.array([0x7F800000, 0xFF800000, 0x7FC00000, 0x00000000, 0x80000000], np.uint32).view(np.float32)
     for random in (0, 0xFFFF):
-        stored = reference.bf16_moment(given, np.full(given.size, random, np.uint32))
+        stored = reference.bf16_at_random(given, np.full(given.size, random, np.uint32))
         assert stored.tolist() == [0x7F80, 0xFF80, 0x7FC0, 0x0000, 0x8000]
 
 

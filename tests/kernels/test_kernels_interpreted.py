@@ -120,7 +120,7 @@ def test_dtype_codes_are_those_of_the_native_interface() -> None:
 @pytest.mark.parametrize(
     ("kind", "code", "remainder", "master"),
     [
-        (0, 1, False, False), (0, 0, True, False), (0, 0, False, True), (1, 0, True, False), (1, 1, False, False),
+        (0, 2, False, False), (0, 0, True, False), (0, 0, False, True), (1, 0, True, False), (1, 1, False, False),
         (1, 1, True, True), (1, 2, True, False), (2, 0, False, True), (2, 2, True, True), (2, 1, False, False),
         (3, 1, True, False),
     ],

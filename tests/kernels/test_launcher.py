@@ -163,6 +163,7 @@ def test_every_kernel_of_this_package_has_the_parameters_that_are_passed() -> No
         "advance",
         "advance",
         "step-bf16",
+        "step-rounded",
         "partials",
         "totals",
         "finish",

@@ -1,4 +1,4 @@
-"""Moments in bf16: the same bits at every placement and in numpy, half the bytes, and what loads into what."""
+"""State in bf16: the same bits at every placement and in numpy, fewer bytes, and what loads into what."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ import hostward
 from hostward.errors import CheckpointError, ConfigError
 
 BF16, FP32 = torch.bfloat16, torch.float32
-FORMATS = {"both": (BF16, BF16), "first": (BF16, FP32), "second": (FP32, BF16)}
+Form = tuple[torch.dtype, ...]
+"""Dtypes of exp_avg, exp_avg_sq and, where it is not fp32, main_param."""
+MOMENTS = {"both": (BF16, BF16), "first": (BF16, FP32), "second": (FP32, BF16)}
+FORMATS = {**MOMENTS, "main": (FP32, FP32, BF16), "all": (BF16, BF16, BF16)}
 
 
-def dtypes_of(moments: tuple[torch.dtype, torch.dtype]) -> dict[str, torch.dtype]:
-    return dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))
+def dtypes_of(form: Form) -> dict[str, torch.dtype]:
+    return dict(zip(("exp_avg", "exp_avg_sq", "main_param"), form, strict=False))
 
 
-def made(
-    dtype: torch.dtype, moments: tuple[torch.dtype, torch.dtype], **options: object
-) -> tuple[Model, hostward.AdamW]:
+def made(dtype: torch.dtype, form: Form, **options: object) -> tuple[Model, hostward.AdamW]:
     model = Model(dtype)
-    return model, adamw(model, max_grad_norm=0.5, state_dtypes=dtypes_of(moments), **options)
+    return model, adamw(model, max_grad_norm=0.5, state_dtypes=dtypes_of(form), **options)
 
 
 def step(model: Model, optimizer: hostward.AdamW, steps: range) -> None:
@@ -45,11 +46,10 @@ def step(model: Model, optimizer: hostward.AdamW, steps: range) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("moments", FORMATS.values(), ids=FORMATS)
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-def test_every_placement_has_the_bits_of_the_definition(
-    dtype: torch.dtype, moments: tuple[torch.dtype, torch.dtype]
-) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "moments"), [*((BF16, f) for f in FORMATS.values()), *((FP32, f) for f in MOMENTS.values())]
+)
+def test_every_placement_has_the_bits_of_the_definition(dtype: torch.dtype, moments: Form) -> None:
     model = Model(dtype)
     numpy = NumpyOptimizer.over(model.named_parameters(), moments)
     for number in range(3):
@@ -64,7 +64,7 @@ def test_every_placement_has_the_bits_of_the_definition(
 
 def test_state_is_that_many_bytes_smaller_wherever_it_is_stored() -> None:
     sizes = {}
-    for moments in ((FP32, FP32), (BF16, FP32), (BF16, BF16)):
+    for moments in ((FP32, FP32), (BF16, FP32), (BF16, BF16), (BF16, BF16, BF16)):
         _, optimizer = made(BF16, moments, **MIXES["mixed"])
         plan, ledger = optimizer.plan, optimizer.backend.ledger
         held = sum(entry.nbytes for state in optimizer._states for entry in state.streamed())
@@ -73,29 +73,33 @@ def test_state_is_that_many_bytes_smaller_wherever_it_is_stored() -> None:
         assert ledger.pinned_bytes > 0
         assert ("bf16" in repr(optimizer)) is (moments != (FP32, FP32))
     numel = sum(p.numel() for p in Model().parameters())
-    assert [size for size, _ in sizes.values()] == [10 * numel, 8 * numel, 6 * numel]
+    assert [size for size, _ in sizes.values()] == [10 * numel, 8 * numel, 6 * numel, 4 * numel]
     assert sizes[BF16, BF16][1] < 0.62 * sizes[FP32, FP32][1]
+    assert sizes[BF16, BF16, BF16][1] < 0.42 * sizes[FP32, FP32][1]
 
 
-def test_a_saved_state_goes_on_at_another_placement_and_widens_exactly() -> None:
-    model, optimizer = made(BF16, FORMATS["both"], **MIXES["host"])
+@pytest.mark.parametrize("form", [FORMATS["both"], FORMATS["all"]], ids=["both", "all"])
+def test_a_saved_state_goes_on_at_another_placement_and_widens_exactly(form: Form) -> None:
+    model, optimizer = made(BF16, form, **MIXES["host"])
     step(model, optimizer, range(2))
     saved, weights = optimizer.state_dict(), {n: p.detach().clone() for n, p in model.named_parameters()}
     step(model, optimizer, range(2, 4))
 
-    again, other = made(BF16, FORMATS["both"], **MIXES["mixed"])
+    again, other = made(BF16, form, **MIXES["mixed"])
     again.load_state_dict(weights, strict=False)
     other.load_state_dict(saved)
     step(again, other, range(2, 4))
     assert_equal(snapshot(again, other), snapshot(model, optimizer))
 
     wide, whole = made(BF16, (FP32, FP32))
+    step(wide, whole, range(1))
     wide.load_state_dict(weights, strict=False)
     whole.load_state_dict(saved)
     for name, entry in whole.state_dict()["state"].items():
         for role in ("exp_avg", "exp_avg_sq"):
             assert entry[role].dtype is FP32
             assert torch.equal(entry[role], saved["state"][name][role].float())
+        assert torch.equal(entry["master"], saved["state"][name].get("master", weights[name].float()))
 
 
 def test_fp32_moments_are_not_rounded_in_silence() -> None:
@@ -116,13 +120,51 @@ def test_fp32_moments_are_not_rounded_in_silence() -> None:
     assert torch.equal(optimizer.state_of(name)["exp_avg_sq"], rounded)
 
 
+def test_fp32_main_weights_are_not_dropped_in_silence() -> None:
+    model, whole = made(BF16, (FP32, FP32))
+    step(model, whole, range(1))
+    narrow, optimizer = made(BF16, FORMATS["main"])
+    step(narrow, optimizer, range(1))
+    before = snapshot(narrow, optimizer)
+    with pytest.raises(CheckpointError, match=r"(?s)master of parameter.*low 16 of its 32 bits.*bf16-main-params"):
+        optimizer.load_state_dict(whole.state_dict())
+    with pytest.raises(CheckpointError, match="has no 'master'"):
+        optimizer.set_state_of("layers.0.weight", {"master": whole.state_of("layers.0.weight")["master"]})
+    assert_equal(snapshot(narrow, optimizer), before)
+
+
+def test_a_state_without_main_weights_says_so_or_does_not_load() -> None:
+    """One that lacks them and does not say so was cut, or is of other weights."""
+    saved = made(BF16, FORMATS["main"])[1].state_dict()
+    optimizer = made(BF16, (FP32, FP32))[1]
+    optimizer.load_state_dict(saved)
+    del saved["main_param"]
+    with pytest.raises(CheckpointError, match="has no master"):
+        optimizer.load_state_dict(saved)
+    with pytest.raises(CheckpointError, match="parts of dtypes"):
+        optimizer.load_state_dict({**saved, "main_param": "int4"})
+
+
+@pytest.mark.parametrize("form", [FORMATS["main"], FORMATS["all"]], ids=["main", "all"])
+@pytest.mark.parametrize("mix", ["host", "streamed"])
+def test_weights_that_others_write_are_followed_and_those_without_change_stay(form: Form, mix: str) -> None:
+    model, optimizer = made(BF16, form, **MIXES[mix], lr=0.0)
+    step(model, optimizer, range(2))
+    with torch.no_grad():
+        model.get_parameter("layers.0.weight").fill_(1.5)
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    step(model, optimizer, range(2, 5))
+    optimizer.wait()
+    assert_equal(dict(model.named_parameters()), weights)
+
+
 @pytest.mark.filterwarnings("ignore")  # of torch, about one process
 def test_torchs_distributed_checkpoints_do_not_round_either(tmp_path: Path) -> None:
     """They copy what they read into the tensors of a state dict, of whatever dtype."""
     for saved in ((FP32, FP32), FORMATS["first"]):
         folder = tmp_path / str(saved)
         dcp.save(made(BF16, saved)[1].state_dict(), checkpoint_id=folder, no_dist=True)
-        for wanted in ((FP32, FP32), *FORMATS.values()):
+        for wanted in ((FP32, FP32), *MOMENTS.values()):
             optimizer = made(BF16, wanted)[1]
             read = optimizer.state_dict()
             if saved == wanted or wanted == (FP32, FP32):
@@ -143,9 +185,11 @@ def test_torchs_distributed_checkpoints_do_not_round_either(tmp_path: Path) -> N
     [
         ({"state_dtypes": {"exp_avg": torch.float16}}, r"state_dtypes\['exp_avg'\]=torch.float16"),
         ({"state_dtypes": {"master": BF16}}, "state_dtypes has 'master'"),
-        ({"state_dtypes": {"exp_avg": BF16}, "use_torch_optimizer": True}, "they stall"),
+        ({"state_dtypes": {"exp_avg": BF16}, "use_torch_optimizer": True}, "weights stall"),
+        ({"state_dtypes": {"main_param": BF16}, "dtype": FP32}, "main_param in bf16, and weights in torch.float32"),
+        ({"state_dtypes": {"main_param": BF16}, "dtype": torch.float16}, "weights in torch.float16"),
     ],
 )
-def test_other_formats_are_refused(options: dict[str, object], text: str) -> None:
+def test_other_formats_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        adamw(Model(), **options)
+        adamw(Model(options.pop("dtype", BF16)), **options)

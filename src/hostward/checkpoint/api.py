@@ -45,6 +45,7 @@ from hostward.checkpoint.saving import PLAIN, RANKS, typed_failures
 from hostward.checkpoint.state_dict import (
     OPTIMIZER,
     empty_optimizer_tensors as empty_optimizer_tensors,
+    is_master,
     is_moment,
     optimizer_state as optimizer_state,
     parts_of as parts_of,
@@ -52,9 +53,10 @@ from hostward.checkpoint.state_dict import (
 )
 from hostward.checkpoint.validate import JSON
 from hostward.checkpoint.writer import in_threads
+from hostward.core.inventory import MOMENTS
 from hostward.errors import CheckpointError
 from hostward.model.parameter_names import matched
-from hostward.optim.state_dict import PiecewiseState, loads, rounds, would_round
+from hostward.optim.state_dict import PiecewiseState, drops_masters, loads, rounds, would_round
 from hostward.plan.memory_model import LOADED_AT_ONCE_BYTES, writer_count
 
 _SHOWN_NAMES = 3
@@ -210,17 +212,19 @@ def load_with_state(
     # Not written to, and so no memory of the host yet.
     state = empty_optimizer_tensors(optimizer, known)
     steps = {name: tensor for name, tensor in state.items() if name.endswith("/step")}
-    later = {name: tensor for name, tensor in state.items() if name not in steps}
-    pieces = pieces_of(state, LOADED_AT_ONCE_BYTES)
-    reading = _Reading(path, {**into, **steps, **later}, ignore)
-    _carry_out(reading, later, None if checked else Ranks(group))
-    metadata = reading.metadata
-    del state, later, reading
+    metadata = _read_metadata(path)
     names = set(_index(metadata))
+    # Saved with main weights in bf16, which are the weights, there is none: the optimizer takes it from the weight.
+    without = {name for name in state if is_master(name)} if not any(map(is_master, names)) else set()
+    later = {name: tensor for name, tensor in state.items() if name not in steps and name not in without}
+    pieces = pieces_of(state, LOADED_AT_ONCE_BYTES)
+    reading = _Reading(path, {**into, **steps, **later}, ignore, metadata)
+    _carry_out(reading, later, None if checked else Ranks(group))
+    del state, later, reading
 
     def read(members: Sequence[str]) -> Mapping[str, Mapping[str, torch.Tensor]]:
         tensors = empty_optimizer_tensors(optimizer, set(members))
-        wanted = {name: tensor for name, tensor in tensors.items() if not name.endswith("/step")}
+        wanted = {name: t for name, t in tensors.items() if not name.endswith("/step") and name not in without}
         reading = _Reading(path, wanted, names - set(wanted), metadata)
         reading.plan()
         reading.read()
@@ -300,6 +304,7 @@ class _Reading:
         ignored = {*self._ignore, *matched(self._ignore, found).values()}
         index = {name: entry for name, entry in found.items() if name in into or name not in ignored}
         _check_same_model(path, index, into)
+        _require_no_masters_dropped(path, found, into)
         self._reader = _CheckedReader(str(path), metadata)
         with typed_failures(f"cannot load checkpoint {path}"):
             self._planner.set_up_planner(into, metadata, True)
@@ -451,6 +456,14 @@ def _check_same_model(
             why="; ".join(found),
             fix="build the model as the run did that saved it, or load a checkpoint of this model",
         )
+
+
+def _require_no_masters_dropped(path: Path, found: Collection[str], into: Collection[str]) -> None:
+    """Raise CheckpointError for fp32 main weights of a checkpoint whose moments alone are to be loaded."""
+    dropped = [name for name in found if is_master(name) and name not in into]
+    dropped = [name for name in dropped if name.removesuffix("master") + MOMENTS[0] in into]
+    if dropped:
+        raise drops_masters(f"checkpoint {path}: {_first(dropped)}")
 
 
 def _loads(name: str, saved: torch.dtype, wanted: torch.dtype) -> bool:

@@ -13,6 +13,7 @@ from hostward.checkpoint.save_plan import Value
 from hostward.core.inventory import MOMENTS
 from hostward.model.parameter_names import plain_name
 from hostward.model.parameters import is_plain
+from hostward.optim.state_dict import saved_dtypes
 from hostward.optim.state_reader import Source, StateSources, Stretch
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class Parts:
 
     Attributes:
         tensors: `model/NAME` and `optimizer/NAME/ROLE`.
-        optimizer: format and parameter groups, plain values.
+        optimizer: format, parameter groups and dtypes other than fp32, plain values.
     """
 
     tensors: dict[str, Value]
@@ -46,7 +47,8 @@ def parts_of(model: torch.nn.Module, optimizer: AdamW) -> Parts:
         tensors[f"{OPTIMIZER}{name}/step"] = sources.steps[name]
         tensors |= {f"{OPTIMIZER}{name}/{role}": source for role, source in roles.items()}
     groups = [dict(group) for group in sources.param_groups]
-    return Parts(tensors, {"format": sources.format, "param_groups": groups})
+    said = {"format": sources.format, "param_groups": groups, **saved_dtypes(optimizer.state_format)}
+    return Parts(tensors, said)
 
 
 def _model_values(model: torch.nn.Module, optimizer: AdamW, sources: StateSources) -> Iterator[tuple[str, Value]]:
@@ -121,6 +123,11 @@ def empty_optimizer_tensors(optimizer: AdamW, names: Collection[str] | None = No
 def is_moment(name: str) -> bool:
     """Return whether a tensor of a checkpoint is a moment."""
     return name.startswith(OPTIMIZER) and name.rsplit("/", 1)[-1] in MOMENTS
+
+
+def is_master(name: str) -> bool:
+    """Return whether a tensor of a checkpoint is an fp32 main weight."""
+    return name.startswith(OPTIMIZER) and name.endswith("/master")
 
 
 def optimizer_state(plain: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:

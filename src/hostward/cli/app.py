@@ -314,12 +314,13 @@ def convert(
         str,
         typer.Option(
             "--to",
-            metavar="safetensors|torch|bf16-moments",
-            help="Weights for transformers, all for torch.optim, or a checkpoint with its moments rounded to bf16.",
+            metavar="safetensors|torch|bf16-moments|bf16-main-params",
+            help="Weights for transformers, all for torch.optim, or a checkpoint with its moments rounded to bf16, or "
+            "without the fp32 main weights of its bf16 weights.",
         ),
     ] = "safetensors",
 ) -> None:
-    """Write the weights as transformers loads them, weights and state for torch.optim.AdamW, or moments in bf16."""
+    """Write weights as transformers loads them, weights and state for torch.optim.AdamW, or a state of fewer bytes."""
     from hostward.trainer import export
 
     for path in export.convert(folder, out, form):

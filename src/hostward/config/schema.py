@@ -203,6 +203,12 @@ class OptimizerConfig(Options):
     exp_avg_sq_dtype: str = option(
         "fp32", "Dtype in which the second moment is stored.", choices=("fp32", "bf16"), aliases=DTYPE_ALIASES
     )
+    main_params_dtype: str = option(
+        "fp32",
+        "Dtype of the main weights of bf16 weights. bf16: the weight itself, rounded at random.",
+        choices=("fp32", "bf16"),
+        aliases=DTYPE_ALIASES,
+    )
     decoupled_weight_decay: bool = option(True, "AdamW; False would be Adam with L2 regularisation.")
 
     optimizer_cpu_offload: bool = option(False, "Keep and step a share of the optimizer state on the host.")

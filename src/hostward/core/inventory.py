@@ -43,47 +43,70 @@ class Dtype(StrEnum):
 
 
 class MasterKind(StrEnum):
-    """Say how the fp32 main weight is stored."""
+    """Say how the main weight is stored."""
 
     WEIGHT = "weight"
-    """The weight is fp32 and is itself the fp32 main weight."""
+    """The weight is itself the main weight: fp32, or bf16 that each step rounds at random."""
     SPLIT = "split"
     """bf16 weight (high half) and int16 low bits, which are together the fp32 main weight, losslessly."""
     PLAIN = "plain"
     """Separate fp32 main weight in addition to a 16-bit weight."""
 
 
-def master_kind(dtype: Dtype, *, split: bool = True) -> MasterKind:
-    """Return the kind of main weight kept for `dtype`; with `split=False` that of bf16 is separate."""
-    if dtype is Dtype.FP32:
-        return MasterKind.WEIGHT
-    return MasterKind.SPLIT if dtype is Dtype.BF16 and split else MasterKind.PLAIN
-
-
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of the moments."""
+MAIN_PARAM = "main_param"
+"""Name of the main weight in `state_dtypes`."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateFormat:
     """Say how the optimizer stores state: the one value that bytes, buffers, copies and kernels follow from.
 
-    The dtypes of the moments are fp32 or bf16, each by itself. `split_master`: of the fp32 main weight of a bf16 weight
+    The dtypes of the moments are fp32 or bf16, each by itself. `main_param` is that of the main weights of bf16
+    weights: fp32, or bf16, where the weight is all there is. `split_master`: of an fp32 main weight of a bf16 weight
     only the low 16 bits are stored, besides the weight.
     """
 
     exp_avg: Dtype = Dtype.FP32
     exp_avg_sq: Dtype = Dtype.FP32
+    main_param: Dtype = Dtype.FP32
     split_master: bool = True
 
     def __post_init__(self) -> None:
-        for name, dtype in self.moments.items():
+        for name, dtype in self.dtypes.items():
             if dtype not in (Dtype.FP32, Dtype.BF16):
                 raise ConfigError(
                     f"{name} in {dtype}",
-                    why="moments are stored in fp32 or bf16; fp16 has too few exponents for squares of gradients",
+                    why="state is stored in fp32 or bf16; fp16 has too few exponents for squares of gradients",
                     fix=f"{name} in fp32 or bf16",
                 )
+
+    @property
+    def dtypes(self) -> dict[str, Dtype]:
+        """Return the dtype of each part of the state, by its name in `state_dtypes` of AdamW."""
+        return {**self.moments, MAIN_PARAM: self.main_param}
+
+    @property
+    def is_fp32(self) -> bool:
+        """Return whether all of the state is fp32."""
+        return all(dtype is Dtype.FP32 for dtype in self.dtypes.values())
+
+    def master_kind(self, dtype: Dtype) -> MasterKind:
+        """Return how the main weight of a weight of this dtype is stored.
+
+        Raises:
+            ConfigError: an fp16 weight whose main weight is asked for in bf16.
+        """
+        if dtype is Dtype.FP16 and self.main_param is Dtype.BF16:
+            raise ConfigError(
+                "main weights in bf16 of fp16 weights",
+                why="an fp16 weight and a bf16 one have different bits, so each step would round twice",
+                fix="bf16 weights, or main weights in fp32",
+            )
+        if dtype is Dtype.FP32 or self.main_param is Dtype.BF16:
+            return MasterKind.WEIGHT
+        return MasterKind.SPLIT if dtype is Dtype.BF16 and self.split_master else MasterKind.PLAIN
 
     @property
     def moments(self) -> dict[str, Dtype]:
@@ -94,6 +117,15 @@ class StateFormat:
     def fp32_moments(self) -> bool:
         """Return whether both moments are fp32."""
         return self.exp_avg is self.exp_avg_sq is Dtype.FP32
+
+    def saved_element_bytes(self, dtype: Dtype) -> int:
+        """Return the bytes per element of a saved state of weights of this dtype.
+
+        Raises:
+            ConfigError: see `master_kind`.
+        """
+        moments = sum(moment.itemsize_bytes for moment in self.moments.values())
+        return moments + (0 if self.master_kind(dtype) is MasterKind.WEIGHT else 4)
 
     def parts(self, kind: MasterKind) -> tuple[int, ...]:
         """Return the bytes per element of exp_avg, exp_avg_sq and, if any, what is stored of the main weight."""
@@ -107,7 +139,7 @@ FP32_STATE = StateFormat()
 
 
 def state_bytes_per_element(kind: MasterKind, form: StateFormat = FP32_STATE) -> int:
-    """Return the bytes of optimizer state per offloaded element: moments, and low 16 bits 2 or main weight 4."""
+    """Return the bytes of optimizer state per offloaded element: moments, and low 16 bits 2 or main weight 4 if any."""
     return sum(form.parts(kind))
 
 
@@ -227,6 +259,16 @@ class Inventory:
     def state_bytes(self) -> int:
         return sum(b.state_bytes for b in self.buckets)
 
+    @property
+    def form(self) -> StateFormat:
+        """Return how state is stored, which is the same in all buckets."""
+        return self.buckets[0].form if self.buckets else FP32_STATE
+
+    @property
+    def saved_bytes(self) -> list[int]:
+        """Return the bytes of each parameter's state in a checkpoint."""
+        return [p.numel * self.form.saved_element_bytes(p.dtype) for p in self.parameters]
+
 
 def align(value: int, unit: int) -> int:
     """Return the smallest multiple of `unit` that is at least `value`."""
@@ -279,7 +321,7 @@ def cut_buckets(
     def close() -> None:
         if open_ranges and open_key is not None:
             layer, dtype, group = open_key
-            kind = master_kind(dtype, split=form.split_master)
+            kind = form.master_kind(dtype)
             buckets.append(Bucket(first_index + len(buckets), layer, dtype, group, kind, tuple(open_ranges), form))
             open_ranges.clear()
 

@@ -10,7 +10,7 @@ from enum import StrEnum
 from itertools import accumulate
 
 from hostward.core.host_limits import Rates
-from hostward.core.inventory import Bucket, MasterKind, state_bytes_per_element
+from hostward.core.inventory import Bucket, MasterKind, StateFormat, state_bytes_per_element
 from hostward.errors import ConfigError
 
 
@@ -243,11 +243,12 @@ parameter.
 
 
 def step_speed(bucket: Bucket) -> float:
-    """Return how many times as fast a bucket is stepped on the CPU because its moments are smaller.
+    """Return how many times as fast a bucket is stepped on the CPU because its state is smaller.
 
     Memory bandwidth decides the rate of that step.
     """
-    fp32 = state_bytes_per_element(bucket.kind)
+    usual = StateFormat(split_master=bucket.form.split_master)
+    fp32 = state_bytes_per_element(usual.master_kind(bucket.dtype))
     saved = host_step_bytes(state_bytes=fp32, weight_bytes=0) - host_step_bytes(
         state_bytes=bucket.state_element_bytes, weight_bytes=0
     )

@@ -19,6 +19,7 @@ import torch
 from hostward.attachment import Attachment, attach, layers_of
 from hostward.checkpoint.torch_adamw import from_torch_adamw
 from hostward.config.schema import nearest
+from hostward.core.inventory import MAIN_PARAM, Dtype
 from hostward.errors import CheckpointError, ConfigError, ModelError, UnknownNameError, needed_for
 from hostward.optim.adamw import OPTIONS, AdamW
 from hostward.optim.param_groups import check_variants
@@ -286,11 +287,13 @@ class OffloadedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
                     fix="resume once without FSDP2, and save: the state then loads at any sharding",
                 )
             # torch has no fp32 main weight of a 16-bit weight: it went on from the weight itself.
-            masters = {n: p.detach().float().cpu() for n, p in named.items() if p.dtype is not torch.float32}
+            main_param = optimizer.state_format.main_param
+            own = {torch.float32, *({torch.bfloat16} if main_param is Dtype.BF16 else ())}
+            masters = {n: p.detach().float().cpu() for n, p in named.items() if p.dtype not in own}
             shapes = {n: tuple(p.shape) for n, p in named.items()}
             settings = [_settings(group) for group in state_dict["param_groups"]]
             given = {"state": state_dict["state"], "param_groups": settings}
-            state_dict = from_torch_adamw(given, list(named), masters, shapes)
+            state_dict = from_torch_adamw(given, list(named), masters, shapes) | {MAIN_PARAM: main_param.value}
         optimizer.load_state_dict(state_dict)
 
     def __repr__(self) -> str:

@@ -24,13 +24,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from hostward.core.inventory import MOMENTS
+from hostward.core.inventory import MAIN_PARAM, MOMENTS
 from hostward.distributed.flat_shards import FlatPart, FlatShards
 from hostward.errors import ConfigError, ModelError, OrderingError, UnknownNameError, needed_for
 from hostward.integrations.megatron_activations import attach as attach
 from hostward.model.parameter_names import DATA_PARALLEL
 from hostward.optim.adamw import OPTIONS, AdamW
 from hostward.optim.param_groups import HYPERPARAMETERS
+from hostward.optim.state_dict import drops_masters
 
 if TYPE_CHECKING:
     _Hybrid: Any = torch.optim.Optimizer
@@ -236,11 +237,10 @@ def require_supported(config: Any, chunks: Sequence[Any]) -> None:
         refuse("optimizer_cuda_graph", "the CPU's part of the step is not in a graph", "leave optimizer_cuda_graph out")
     if getattr(ddp, "num_distributed_optimizer_instances", 1) > 1:
         refuse("num_distributed_optimizer_instances > 1", "each instance has the same shards", "one instance")
-    if getattr(config, "main_params_dtype", torch.float32) is not torch.float32:
-        refuse(f"main_params_dtype={config.main_params_dtype}", "it is fp32", "main_params_dtype=torch.float32")
-    for role, dtype in _moments(config).items():
+    for role, dtype in _state_dtypes(config).items():
         if dtype not in (torch.float32, torch.bfloat16):
-            refuse(f"{role}_dtype={dtype}", "moments are fp32 or bf16", f"{role}_dtype=torch.bfloat16")
+            flag = "main_params_dtype" if role == MAIN_PARAM else f"{role}_dtype"
+            refuse(f"{flag}={dtype}", "state is fp32 or bf16", f"{flag}=torch.bfloat16")
     if config.clip_grad and config.clip_grad < 0:
         refuse(f"clip_grad={config.clip_grad}", "a limit is positive", "clip_grad=0: no clipping")
     for flag in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
@@ -254,9 +254,10 @@ def require_supported(config: Any, chunks: Sequence[Any]) -> None:
             refuse("grad_norm_group, as of multi-token prediction,", "there is one norm of all gradients", by_megatron)
 
 
-def _moments(config: Any) -> dict[str, torch.dtype]:
-    """Return the dtypes of moments that Megatron's options ask for."""
-    return {role: getattr(config, f"{role}_dtype", torch.float32) for role in MOMENTS}
+def _state_dtypes(config: Any) -> dict[str, torch.dtype]:
+    """Return the dtypes of moments and main weights that Megatron's options ask for."""
+    flags = {**{role: f"{role}_dtype" for role in MOMENTS}, MAIN_PARAM: "main_params_dtype"}
+    return {name: getattr(config, flag, torch.float32) for name, flag in flags.items()}
 
 
 def _as_stored(value: torch.Tensor, stored: torch.dtype) -> torch.Tensor:
@@ -586,7 +587,7 @@ class Offloading:
             use_torch_optimizer=bool(self.config.use_torch_optimizer_for_cpu_offload),
             max_grad_norm=self.config.clip_grad if self.clips else None,
             grad_dtype=self._gradient_dtype(),
-            state_dtypes=_moments(self.config),
+            state_dtypes=_state_dtypes(self.config),
             stages=stages,
             uncounted=uncounted,
             shards=self._cut,
@@ -969,15 +970,18 @@ class Offloading:
 
     def _write(self, shard: _Shard, values: Mapping[str, Any]) -> None:
         optimizer = self.optimizer
-        stored = _moments(self.config)
+        stored = _state_dtypes(self.config)
         whole = {
             name: value
             if name == "step"
             else _as_stored(value, stored.get(name, torch.float32)).reshape(shard.weight.shape)
             for name, value in values.items()
         }
-        if "master" in whole and shard.weight.dtype is torch.float32:
-            shard.weight.data.copy_(whole.pop("master"))
+        if "master" in whole and (shard.weight.dtype is torch.float32 or stored[MAIN_PARAM] is torch.bfloat16):
+            master = _as_stored(whole.pop("master"), shard.weight.dtype)
+            if master.dtype is not shard.weight.dtype:
+                raise drops_masters(f"master_param of {shard.name!r}")
+            shard.weight.data.copy_(master)
             optimizer.reseed([shard.name])
         if whole and (whole.keys() != {"step"} or whole["step"] != optimizer.step_count(shard.name)):
             optimizer.set_state_of(shard.name, whole)

@@ -79,21 +79,31 @@ def mix(values: Array) -> Array:
     return mixed
 
 
+def _random(exp_avg: Array, exp_avg_sq: Array, step: int) -> Array:
+    """Return 32 random bits by element (uint32): a function of both new moments, float32, and the step."""
+    key = mix(np.array([step & 0xFFFFFFFF], dtype=np.uint32))
+    return mix((exp_avg_sq.view(np.uint32) * np.uint32(0x9E3779B1) + exp_avg.view(np.uint32)) ^ key)
+
+
 def rounding_bits(exp_avg: Array, exp_avg_sq: Array, step: int) -> tuple[Array, Array]:
     """Return 16 random bits (uint32) for the rounding of each moment: a function of both new moments and the step."""
-    key = mix(np.array([step & 0xFFFFFFFF], dtype=np.uint32))
-    random = mix((exp_avg_sq.view(np.uint32) * np.uint32(0x9E3779B1) + exp_avg.view(np.uint32)) ^ key)
+    random = _random(exp_avg, exp_avg_sq, step)
     return random & np.uint32(0xFFFF), random >> np.uint32(16)
 
 
-def bf16_moment(moment: Array, random: Array) -> Array:
-    """Round float32 moments to bf16 bits (uint16), up with a probability of what would be cut off.
+def weight_random(master: Array, exp_avg: Array, exp_avg_sq: Array, step: int) -> Array:
+    """Return 16 random bits (uint32) for the rounding of a weight, from what the step has computed of the element."""
+    return mix(master.view(np.uint32) ^ _random(exp_avg, exp_avg_sq, step)) >> np.uint32(16)
+
+
+def bf16_at_random(values: Array, random: Array) -> Array:
+    """Round float32 to bf16 bits (uint16), away from zero with a probability of what would be cut off.
 
     Args:
-        moment: float32, NaNs canonical.
+        values: float32, NaNs canonical.
         random: uint32 below 2**16, of the same shape.
     """
-    return ((moment.view(np.uint32) + random) >> np.uint32(16)).astype(np.uint16)
+    return ((values.view(np.uint32) + random) >> np.uint32(16)).astype(np.uint16)
 
 
 def table_entry(table: Array, other: Array, step: int) -> int:
@@ -123,7 +133,7 @@ def adamw(
     """Make one AdamW step over arrays of one shape.
 
     Args:
-        master: float32.
+        master: float32, or bf16 bits in uint16, which are then the weight as well.
         exp_avg, exp_avg_sq: float32, or bf16 bits in uint16, each of its own dtype.
         grad: float32, float16, or bf16 bits in uint16.
         step: the step being taken, 1 for the first.
@@ -147,13 +157,14 @@ def adamw(
         m = (b1 * float_of(exp_avg)) + (omb1 * g)
         v = (b2 * float_of(exp_avg_sq)) + ((omb2 * g) * g)
         d = (np.sqrt(v) * isb2) + eps
-        p = (master * decay) - (step_size * (m / d))
-    m, v = canonical(m), canonical(v)
+        p = (float_of(master) * decay) - (step_size * (m / d))
+    p, m, v = canonical(p), canonical(m), canonical(v)
     stored = [
-        bf16_moment(moment, random) if before.dtype == np.uint16 else moment
+        bf16_at_random(moment, random) if before.dtype == np.uint16 else moment
         for before, moment, random in zip((exp_avg, exp_avg_sq), (m, v), rounding_bits(m, v, step), strict=True)
     ]
-    return canonical(p), stored[0], stored[1]
+    new = bf16_at_random(p, weight_random(p, m, v, step)) if master.dtype == np.uint16 else p
+    return new, stored[0], stored[1]
 
 
 def accumulate(total: Array | None, grad: Array) -> Array:

@@ -56,6 +56,7 @@ from hostward.optim.param_groups import (
     check_grad_dtype,
     check_group,
     check_keys,
+    check_main_params,
     check_members,
     check_variants,
     checked_backend,
@@ -91,9 +92,9 @@ from hostward.optim.state_dict import (
     PiecewiseState,
     StateAccess,
     Unmoved,
-    check_moments,
     check_same_cut,
     check_same_names,
+    checked_dtypes,
     checked_settings,
     is_being_wrapped,
     plain,
@@ -101,7 +102,7 @@ from hostward.optim.state_dict import (
     require_not_flattened,
     require_uncut,
     saved_cut,
-    saved_moments,
+    saved_dtypes,
     saved_parts,
 )
 from hostward.optim.state_reader import Describer, Readers, StateSources
@@ -234,8 +235,9 @@ class AdamW(torch.optim.Optimizer):
             float32 on the host, to which they are offloaded in every backward; those of other buckets in `.grad`, in
             float32 too.
         grad_dtype: in which `.grad` accumulates, as torch.float32 for 16-bit models and several microbatches; or None.
-        state_dtypes: dtype of "exp_avg" and of "exp_avg_sq", each torch.float32 (also where it is left out) or
-            torch.bfloat16: half of its bytes, rounded at random when it is stored (docs/exactness.md).
+        state_dtypes: dtype of "exp_avg", of "exp_avg_sq" and of "main_param", the main weights of bf16 weights; each
+            torch.float32 (also where it is left out) or torch.bfloat16: half of its bytes, rounded at random when it is
+            stored (docs/exactness.md). A main weight in bf16 is the weight, with nothing stored besides.
         staging_bytes: device memory for GPU staging buffers, at least one bucket; None: as the plan says, or
             what backward frees, and two buckets besides.
         host_threads: threads of the CPU optimizer step; None: the CPUs of this process over its local ranks, less two.
@@ -416,6 +418,7 @@ class AdamW(torch.optim.Optimizer):
         check_no_overlap([*self._tracked, *new])
         require_sharding(self._places, new)
         check_grad_dtype(self._grad_dtype, {t.name: t.parameter for t in new})
+        check_main_params(self.state_format, [t.parameter.dtype for t in (*self._tracked, *new)])
         self.tied.require_known([*self._tracked, *new])
         require_names("uncounted", self._uncounted, [*self._tracked, *new])
         require_parts(self._shards, [*self._tracked, *new])
@@ -721,10 +724,11 @@ class AdamW(torch.optim.Optimizer):
 
         Returns:
             {"format": 1, "optimizer": "hostward.AdamW", "state": {name: {"step": int64 [], "exp_avg", "exp_avg_sq":
-            float32 (or bfloat16, by `state_dtypes`) [shape], "master": float32 [shape] for 16-bit weights}},
+            float32 (or bfloat16, by `state_dtypes`) [shape], "master": float32 [shape] for 16-bit weights, unless the
+            main weight is the bf16 weight}},
             "param_groups": [{"params": [names], "param_names": [names], "lr", "betas", "eps", "weight_decay",
             ...}]}, and "parts" if parameters are parts of larger ones: {name: {"whole", "start", "stop", "numel"}},
-            and "moments": {"exp_avg", "exp_avg_sq"}, their dtypes, if not both are fp32.
+            and "moments": {"exp_avg", "exp_avg_sq"}, their dtypes, if not both are fp32, and "main_param": "bf16".
             accelerate, which would move the state to the device and load it back where it wraps an optimizer, is given
             a token for the state that is there.
 
@@ -752,7 +756,7 @@ class AdamW(torch.optim.Optimizer):
                 require_host_memory(self._access.copied_bytes(), owner="a copy of the optimizer state")
             state = {t.name: self._access.read(t.name, copy=copy) for t in self._tracked}
         groups = [{**group, "param_names": list(group["params"])} for group in self._settings()]
-        more = saved_cut(self._parts) | saved_moments(self.state_format)
+        more = saved_cut(self._parts) | saved_dtypes(self.state_format)
         return {"format": STATE_FORMAT, "optimizer": OWNER, "state": state, "param_groups": groups, **more}
 
     def _settle(self) -> None:
@@ -821,11 +825,12 @@ class AdamW(torch.optim.Optimizer):
         Hooks run as in torch.optim.Optimizer: those of `register_load_state_dict_pre_hook` on a shallow copy of
         `state_dict`, which they may change or replace, those of `register_load_state_dict_post_hook` at the end.
 
-        Moments in bfloat16 load into float32 exactly; the reverse would lose bits.
+        Moments and main weights in bfloat16 load into float32 exactly; the reverse would lose bits. A main weight in
+        bfloat16 is the weight, which is not in the state: load the model's weights too.
 
         Raises:
-            CheckpointError: the state of another optimizer; names, shapes, groups or `parts` that differ; moments in
-                float32 where this optimizer has bfloat16.
+            CheckpointError: the state of another optimizer; names, shapes, groups or `parts` that differ; moments or
+                main weights in float32 where this optimizer has bfloat16.
         """
         given = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -850,7 +855,7 @@ class AdamW(torch.optim.Optimizer):
         self.backend.drain()
         state, settings = self._checked(given)
         require_known(state, self._by_name)
-        entries = self._entries(state)
+        entries = self._entries(state, checked_dtypes(given, self.state_format))
         if self._executor.torn:
             # Gradients offloaded for the step that was interrupted must not be stepped with.
             self._executor.abort()
@@ -922,12 +927,14 @@ class AdamW(torch.optim.Optimizer):
         self._executor.torn = False
         self.backend.synchronise()
 
-    def _entries(self, state: Mapping[str, Mapping[str, Any]]) -> Iterable[tuple[str, Mapping[str, Any]]]:
+    def _entries(
+        self, state: Mapping[str, Mapping[str, Any]], form: StateFormat
+    ) -> Iterable[tuple[str, Mapping[str, Any]]]:
         """Check a saved state, and return its entries by name, to be read once. Raises CheckpointError."""
         if isinstance(state, PiecewiseState):  # whoever made it has compared it
             self._access.require_present()
             return state.whole()
-        self._access.check(state)
+        self._access.check(state, form)
         return ((t.name, state[t.name]) for t in self._tracked)
 
     def _checked(self, given: Mapping[str, Any]) -> tuple[Mapping[str, Mapping[str, Any]], list[dict[str, Any]]]:
@@ -936,7 +943,6 @@ class AdamW(torch.optim.Optimizer):
         names = [g["param_names"] for g in self.param_groups]
         check_same_names("parameter group", [g["params"] for g in groups], names)
         check_same_cut(given, self._parts, [t.name for t in self._tracked])
-        check_moments(given, self.state_format)
         return state, [checked_settings(theirs, mine) for theirs, mine in zip(groups, self.param_groups, strict=True)]
 
     def _set_groups(self, settings: Sequence[Mapping[str, Any]]) -> None:

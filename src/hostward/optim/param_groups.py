@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hostward.config.schema import alike
-from hostward.core.inventory import MOMENTS, StateFormat
+from hostward.core.inventory import MAIN_PARAM, MOMENTS, Dtype, StateFormat
 from hostward.core.placement import checked_fraction
 from hostward.errors import ConfigError, ModelError, UnknownNameError
 from hostward.model.parameters import ParamRecord
@@ -42,8 +42,8 @@ def described(optimizer: Any) -> str:
     if optimizer.max_grad_norm:
         lines.append(f"  max_grad_norm {optimizer.max_grad_norm}")
     form = optimizer.state_format
-    if not form.fp32_moments:
-        lines.append(f"  exp_avg in {form.exp_avg.value}, exp_avg_sq in {form.exp_avg_sq.value}")
+    if not form.is_fp32:
+        lines.append("  " + ", ".join(f"{name} in {dtype.value}" for name, dtype in form.dtypes.items()))
     return "\n".join([*lines, ")", optimizer.plan.explain()])
 
 
@@ -187,25 +187,36 @@ def checked_streamed(value: float | str | ShareOf, use_torch_optimizer: bool) ->
 
 
 def checked_form(state_dtypes: Mapping[str, torch.dtype] | None, use_torch_optimizer: bool) -> StateFormat:
-    """Return how state is stored, from the dtypes of moments that are asked for. Raises ConfigError."""
+    """Return how state is stored, from the dtypes that are asked for. Raises ConfigError."""
     asked = dict(state_dtypes or {})
     fix = 'state_dtypes={"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16}, or one of them'
-    unknown = [name for name in asked if name not in MOMENTS]
+    unknown = [name for name in asked if name not in (*MOMENTS, MAIN_PARAM)]
     if unknown:
-        raise ConfigError(f"state_dtypes has {unknown[0]!r}", why="it is of exp_avg and exp_avg_sq", fix=fix)
+        why = "it is of exp_avg, exp_avg_sq and main_param"
+        raise ConfigError(f"state_dtypes has {unknown[0]!r}", why=why, fix=fix)
     for name, dtype in asked.items():
         if dtype not in (torch.float32, torch.bfloat16):
             raise ConfigError(
-                f"state_dtypes[{name!r}]={dtype}", why="a moment is stored in torch.float32 or torch.bfloat16", fix=fix
+                f"state_dtypes[{name!r}]={dtype}", why="state is stored in torch.float32 or torch.bfloat16", fix=fix
             )
     form = StateFormat(**{name: DTYPES[dtype] for name, dtype in asked.items()}, split_master=not use_torch_optimizer)
-    if use_torch_optimizer and not form.fp32_moments:
+    if use_torch_optimizer and not form.is_fp32:
         raise ConfigError(
             "state_dtypes with use_torch_optimizer",
-            why="torch's step rounds bf16 moments to nearest, where they stall",
+            why="torch's step rounds to nearest what is in bf16, where moments and weights stall",
             fix="leave one of them out",
         )
     return form
+
+
+def check_main_params(form: StateFormat, weights: Sequence[torch.dtype]) -> None:
+    """Raise ConfigError for main weights in bf16 of weights in other dtypes; fp32 ones may be among bf16 ones."""
+    if form.main_param is Dtype.BF16 and weights and torch.bfloat16 not in weights:
+        raise ConfigError(
+            f"main_param in bf16, and weights in {', '.join(sorted({str(dtype) for dtype in weights}))}",
+            why="it is the bf16 weight that can be its own main weight",
+            fix="make the model bf16, or leave main_param out of state_dtypes",
+        )
 
 
 def sums_on_host(value: object, *, overlap: bool, grad_dtype: object) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hostward.core.inventory import FP32_STATE, MOMENTS, Dtype, MasterKind, Range, StateFormat
+from hostward.core.inventory import FP32_STATE, MAIN_PARAM, MOMENTS, Dtype, MasterKind, Range, StateFormat
 from hostward.core.placement import Placement
 from hostward.distributed.flat_shards import FlatPart
 from hostward.errors import CheckpointError, ConfigError, ModelError
@@ -21,7 +21,7 @@ from hostward.model.parameter_names import matched
 from hostward.model.parameters import ParamRecord
 from hostward.optim.bucket_state import BucketState, join_master, rounded, same_bits, slab_views, split_master
 from hostward.optim.param_groups import NAMES, check_group, shown
-from hostward.runtime.backend import TORCH_DTYPES
+from hostward.runtime.backend import DTYPES, TORCH_DTYPES
 
 
 class StateAccess:
@@ -37,7 +37,7 @@ class StateAccess:
         form: StateFormat = FP32_STATE,
     ) -> None:
         self._pieces = pieces
-        self._dtypes = state_dtypes(form)
+        self._form, self._dtypes = form, entry_dtypes(form)
         self._tracked = tracked
         self.empty_counts: Mapping[str, torch.Tensor] = {}
         """Step counts of parameters of which this process has no element, int64 [1]."""
@@ -58,18 +58,21 @@ class StateAccess:
         pieces = self._pieces.get(name)
         return pieces[0][0].bucket.kind if pieces else MasterKind.WEIGHT
 
+    def has_master(self, name: str) -> bool:
+        """Return whether the state of a parameter has an fp32 main weight besides the weight."""
+        return self._form.master_kind(DTYPES[self._tracked[name].local.dtype]) is not MasterKind.WEIGHT
+
     def pieces(self, name: str) -> Sequence[tuple[BucketState, int, Range]]:
         """Return (bucket state, index within the bucket, range) of a parameter's parts, in order of start."""
         return self._pieces.get(name, ())
 
     def copied_bytes(self) -> int:
         """Return the host bytes that `read` allocates for all parameters together."""
-        moments = sum(self._dtypes[role].itemsize for role in MOMENTS)
         parameters = [t.local for t in self._tracked.values()]
-        return sum(p.numel() * (moments + (0 if p.dtype is torch.float32 else 4)) for p in parameters)
+        return sum(p.numel() * self._form.saved_element_bytes(DTYPES[p.dtype]) for p in parameters)
 
     def read(self, name: str, *, copy: bool = True) -> dict[str, torch.Tensor]:
-        """Return CPU tensors: step int64 [], moments [shape] as stored, fp32 main weight [shape] for 16-bit weights.
+        """Return CPU tensors: step int64 [], moments [shape] as stored, fp32 main weight [shape] where there is one.
 
         They are fresh ones; with copy=False those that are stored on the host in one piece are views of the state
         itself.
@@ -84,7 +87,7 @@ class StateAccess:
                 for _, r, views in found:
                     whole[r.start : r.stop].copy_(views[role])
             entry[role] = whole.view(parameter.shape)
-        if parameter.dtype is not torch.float32:
+        if self.has_master(name):
             with self._there(name):
                 entry["master"] = _masters(parameter, found)
         like = self._tracked[name].like
@@ -99,7 +102,7 @@ class StateAccess:
     def empty(self, name: str) -> dict[str, torch.Tensor]:
         """Return what `read` returns, without its contents."""
         tracked = self._tracked[name]
-        roles = [*MOMENTS, *([] if tracked.local.dtype is torch.float32 else ["master"])]
+        roles = [*MOMENTS, *(["master"] if self.has_master(name) else [])]
         made = {r: tracked.like(torch.empty(tracked.local.shape, dtype=self._dtypes[r], device="cpu")) for r in roles}
         return {"step": torch.zeros((), dtype=torch.int64, device="cpu"), **made}
 
@@ -107,7 +110,7 @@ class StateAccess:
         return [self.empty_counts[name]] if name in self.empty_counts else []
 
     def write(self, name: str, saved: Mapping[str, torch.Tensor]) -> bool:
-        """Write a state that `check` has passed.
+        """Write a state that `check` has passed. Without a "master" an fp32 main weight is the weight that there is.
 
         Returns whether the weight was set, because it was not the rounded fp32 main weight.
         """
@@ -122,7 +125,7 @@ class StateAccess:
         for count in self._empty_count(name):
             count.fill_(int(saved["step"]))
         weight = _flat(parameter)
-        master = saved["master"].reshape(-1) if parameter.dtype is not torch.float32 else None
+        master = saved["master"].reshape(-1) if "master" in saved and self.has_master(name) else None
         set_weight = False
         if master is not None:
             for part in _parts(parameter.numel()):
@@ -139,6 +142,8 @@ class StateAccess:
             state.counts.data[index] = int(saved["step"])
             if master is not None:
                 _set_low(state, views, master[r.start : r.stop])
+            else:
+                _seed_low(views, weight[r.start : r.stop])
             _refresh_host_weight(state, index, weight[r.start : r.stop])
         return set_weight
 
@@ -158,15 +163,11 @@ class StateAccess:
         for state, index, r in self._pieces.get(name, ()):
             views = dict(slab_views(state, index))
             piece = weight[r.start : r.stop]
-            if "remainder" in views:
-                views["remainder"].zero_()
-            elif "master" in views:
-                views["master"].copy_(piece.to(torch.float32))
+            _seed_low(views, piece)
             _refresh_host_weight(state, index, piece)
 
     def _keys(self, name: str) -> list[str]:
-        masters = ["master"] if self._tracked[name].parameter.dtype is not torch.float32 else []
-        return ["step", *MOMENTS, *masters]
+        return ["step", *MOMENTS, *(["master"] if self.has_master(name) else [])]
 
     def merged(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state of a parameter with some of it replaced.
@@ -190,14 +191,22 @@ class StateAccess:
             if is_away(tracked.parameter):
                 raise waits(name)
 
-    def check(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        """Raise CheckpointError unless `saved` has the entries, shapes and dtypes of every tracked parameter."""
+    def check(self, saved: Mapping[str, Mapping[str, Any]], form: StateFormat = FP32_STATE) -> None:
+        """Raise CheckpointError unless `saved` has the entries, shapes and dtypes of every tracked parameter.
+
+        Args:
+            form: the format in which it was saved, as `saved_form` returns it.
+        """
         self.require_present()
-        for name in self._tracked:
+        for name, tracked in self._tracked.items():
             entry = saved.get(name)
             wanted = self._keys(name)
+            if form.main_param is Dtype.BF16 and tracked.local.dtype is torch.bfloat16:
+                wanted = ["step", *MOMENTS]
             if entry is None or any(role not in entry for role in wanted):
                 raise _lacks([role for role in wanted if role not in (entry or ())], name)
+            if "master" in entry and tracked.local.dtype is torch.bfloat16 and not self.has_master(name):
+                raise drops_masters(f"master of parameter {name!r}")
             self._check_entry(name, entry)
 
     def _check_entry(self, name: str, entry: Mapping[str, Any]) -> None:
@@ -222,14 +231,14 @@ class StateAccess:
             tracked.part_of(value)
 
 
-def state_dtypes(form: StateFormat) -> dict[str, torch.dtype]:
+def entry_dtypes(form: StateFormat) -> dict[str, torch.dtype]:
     """Return the dtypes of a state's tensors, moments and fp32 main weights, by role."""
-    return moment_dtypes(form) | {"master": torch.float32}
+    return {role: TORCH_DTYPES[dtype] for role, dtype in form.moments.items()} | {"master": torch.float32}
 
 
-def moment_dtypes(form: StateFormat) -> dict[str, torch.dtype]:
-    """Return the dtypes of moments by name, as `AdamW(state_dtypes=...)` takes them."""
-    return {role: TORCH_DTYPES[dtype] for role, dtype in form.moments.items()}
+def state_dtypes(form: StateFormat) -> dict[str, torch.dtype]:
+    """Return the dtypes of a state's parts by name, as `AdamW(state_dtypes=...)` takes them."""
+    return {name: TORCH_DTYPES[dtype] for name, dtype in form.dtypes.items()}
 
 
 def loads(saved: torch.dtype, wanted: torch.dtype, role: str) -> bool:
@@ -249,6 +258,16 @@ def rounds(what: str) -> CheckpointError:
         why="16 of its 32 bits would be lost, and training would not go on as it was",
         fix="leave state_dtypes out (in a run: optimizer.exp_avg_dtype and optimizer.exp_avg_sq_dtype); or round it on "
         "purpose: hostward checkpoint convert FOLDER OUT --to bf16-moments",
+    )
+
+
+def drops_masters(what: str) -> CheckpointError:
+    """Return the error for fp32 main weights in a saved state where this optimizer has bf16 ones."""
+    return CheckpointError(
+        f"{what} is the fp32 main weight in the saved state, and this optimizer keeps main weights in bfloat16",
+        why="the low 16 of its 32 bits would be lost, and training would not go on as it was",
+        fix="leave main_param out of state_dtypes (in a run: optimizer.main_params_dtype); or drop them on purpose: "
+        "hostward checkpoint convert FOLDER OUT --to bf16-main-params",
     )
 
 
@@ -328,6 +347,14 @@ def _set_low(state: BucketState, views: Mapping[str, torch.Tensor], master: torc
         views["master"].copy_(master)
 
 
+def _seed_low(views: Mapping[str, torch.Tensor], weight: torch.Tensor) -> None:
+    """Make the fp32 main weight, if there is one, that of this weight."""
+    if "remainder" in views:
+        views["remainder"].zero_()
+    elif "master" in views:
+        views["master"].copy_(weight.to(torch.float32))
+
+
 def _refresh_host_weight(state: BucketState, index: int, weight: torch.Tensor) -> None:
     if state.placement is Placement.HOST:
         state.weights[index].data.copy_(weight)
@@ -386,21 +413,37 @@ def saved_cut(parts: Mapping[str, FlatPart]) -> dict[str, Any]:
     return {"parts": cut} if cut else {}
 
 
-def saved_moments(form: StateFormat) -> dict[str, Any]:
-    """Return what a state dict says of moments that are not both fp32; nothing where they are.
+def saved_dtypes(form: StateFormat) -> dict[str, Any]:
+    """Return what a state dict says of the dtypes of its parts; nothing of those in fp32.
 
     torch.distributed.checkpoint copies what it reads into tensors of any dtype, and rounds. It raises for a key that
     was not saved, and replaces a value that was.
     """
-    return {} if form.fp32_moments else {"moments": {role: dtype.value for role, dtype in form.moments.items()}}
+    said: dict[str, Any] = {}
+    if not form.fp32_moments:
+        said["moments"] = {role: dtype.value for role, dtype in form.moments.items()}
+    if form.main_param is not Dtype.FP32:
+        said[MAIN_PARAM] = form.main_param.value
+    return said
 
 
-def check_moments(state_dict: Mapping[str, Any], form: StateFormat) -> None:
-    """Raise CheckpointError where a saved state's moments were in fp32 and are stored in bf16 here."""
+def checked_dtypes(state_dict: Mapping[str, Any], form: StateFormat) -> StateFormat:
+    """Return the format that a saved state says it has, fp32 where it says nothing.
+
+    Raises:
+        CheckpointError: parts were saved in fp32 that are stored in bf16 here; or it says what is no dtype.
+    """
     said = state_dict.get("moments", {})
+    dtypes = {**(said if isinstance(said, Mapping) else {}), MAIN_PARAM: state_dict.get(MAIN_PARAM, Dtype.FP32)}
+    try:
+        first, second, main = (Dtype(dtypes.get(name, Dtype.FP32)) for name in (*MOMENTS, MAIN_PARAM))
+        saved = StateFormat(first, second, main)
+    except (ValueError, ConfigError) as error:
+        raise CheckpointError(f"a saved state has parts of dtypes {dtypes}", why=str(error)) from error
     for role, dtype in form.moments.items():
-        if isinstance(said, Mapping) and said.get(role) == Dtype.FP32 and dtype is Dtype.BF16:
+        if role in dtypes and dtypes[role] == Dtype.FP32 and dtype is Dtype.BF16:
             raise rounds(role)
+    return saved
 
 
 def check_same_cut(state_dict: Mapping[str, Any], parts: Mapping[str, FlatPart], names: Sequence[str]) -> None:

@@ -18,7 +18,7 @@ from hostward.core.placement import Placement
 from hostward.kernels.cpu.memory_copy import Copy, copy
 from hostward.model.parameters import ParamRecord
 from hostward.optim.bucket_state import BucketState, slab_views
-from hostward.runtime.backend import TORCH_DTYPES, Backend
+from hostward.runtime.backend import DTYPES, TORCH_DTYPES, Backend
 
 
 class Readers:
@@ -208,7 +208,7 @@ class Describer:
         for role in MOMENTS:
             stretches = tuple(Stretch(r.start, r.stop, v[role]) for _, _, r, v in views)
             made[role] = self._source(tracked, TORCH_DTYPES[getattr(self._form, role)], stretches)
-        if tracked.local.dtype is not torch.float32:
+        if self._form.master_kind(DTYPES[tracked.local.dtype]) is not MasterKind.WEIGHT:
             weight = _flat(tracked)
             masters = tuple(_master(state, index, r, v, weight) for state, index, r, v in views)
             made["master"] = self._source(tracked, torch.float32, masters)

@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hostward.core.inventory import SPLIT_ELEMENTS, MasterKind, master_kind
+from hostward.core.inventory import SPLIT_ELEMENTS
 from hostward.core.placement import Placement
 from hostward.core.units import MIB
 from hostward.errors import ConfigError
@@ -111,8 +111,7 @@ class MemoryModel:
         self.workload = workload
         self._facts = Facts(workload)
         self._passes = Passes(self._facts)
-        parameters = workload.inventory.parameters
-        sizes = [p.numel * (8 if master_kind(p.dtype) is MasterKind.WEIGHT else 12) for p in parameters]
+        sizes = workload.inventory.saved_bytes
         self._loaded_bytes = min(sum(sizes), max([LOADED_AT_ONCE_BYTES, *sizes]))
         """Host bytes of what is read of a state at a time, besides the state that is being filled."""
         chunks = (-(-r.numel // SPLIT_ELEMENTS) for bucket in workload.inventory.buckets for r in bucket.ranges)
@@ -214,11 +213,10 @@ def save_bytes(workload: Workload) -> tuple[int, int]:
     """
     parameters = workload.inventory.parameters
     frozen = [layer.frozen_weight_bytes for layer in workload.layers]
-    roles = [(p.numel, 8 if master_kind(p.dtype) is MasterKind.WEIGHT else 12) for p in parameters]
-    written = sum(n * state for n, state in roles) + sum(p.numel * p.dtype.itemsize_bytes for p in parameters)
+    written = sum(workload.inventory.saved_bytes) + sum(p.numel * p.dtype.itemsize_bytes for p in parameters)
     threads = max(1, min(MOST_WRITERS, (written + sum(frozen)) // PIECE_BYTES))
     largest = max(
-        [*(4 * n for n, _ in roles), *frozen], default=0
+        [*(4 * p.numel for p in parameters), *frozen], default=0
     )  # of frozen weights the size per layer is known, not per tensor
     copied = sum(bucket.host_bytes for bucket in workload.inventory.buckets) + sum(frozen)
     return threads * 2 * min(PIECE_BYTES, largest), copied

@@ -275,13 +275,16 @@ def _first_difference(what: str, ours: Sequence[object], theirs: Sequence[object
 
 def digest(workload: Workload) -> str:
     """Return a digest that is equal for workloads between which a plan can be exchanged."""
-    rows = [f"{b.name} {b.numel} {b.dtype.value} {b.kind.value}{_moments(b)}" for b in workload.inventory.buckets]
+    rows = [f"{b.name} {b.numel} {b.dtype.value} {b.kind.value}{_form(b)}" for b in workload.inventory.buckets]
     rows += [f"{layer.name} {layer.weight_bytes} {layer.repeated}" for layer in workload.layers]
     return hashlib.sha256("\n".join(rows).encode()).hexdigest()[:16]
 
 
-def _moments(bucket: Bucket) -> str:
-    """Return the dtypes of a bucket's moments; nothing for fp32, which plans of earlier versions are for."""
+def _form(bucket: Bucket) -> str:
+    """Return the dtypes of a bucket's moments; nothing for fp32, which plans of earlier versions are for.
+
+    The kind of a bucket tells how its main weights are stored.
+    """
     return "" if bucket.form.fp32_moments else f" {bucket.form.exp_avg.value} {bucket.form.exp_avg_sq.value}"
 
 

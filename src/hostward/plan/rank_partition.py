@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from hostward.core.inventory import FP32_STATE, SPLIT_ELEMENTS, Bucket, Inventory, Parameter, Range, align, cut_buckets
+from hostward.core.inventory import SPLIT_ELEMENTS, Bucket, Inventory, Parameter, Range, align, cut_buckets
 from hostward.errors import ConfigError
 from hostward.plan.budgets import Required
 from hostward.plan.decisions import Choice
@@ -104,10 +104,9 @@ def sharded(workload: Workload, ranks: int, *, reduced_in_fp32: bool = False, re
         )
     inventory = workload.inventory
     parts = first_parts(inventory.parameters, ranks)
-    form = inventory.buckets[0].form if inventory.buckets else FP32_STATE
     return replace(
         workload,
-        inventory=Inventory(parts, cut_buckets(parts, form=form)),
+        inventory=Inventory(parts, cut_buckets(parts, form=inventory.form)),
         layers=tuple(_part(layer, parts, ranks) for layer in workload.layers),
         microbatches=workload.microbatches // ranks,
         ranks=ranks,

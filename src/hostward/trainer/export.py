@@ -17,17 +17,23 @@ import torch
 
 from hostward.checkpoint import api, files
 from hostward.checkpoint.manifest import MANIFEST
-from hostward.checkpoint.state_dict import MODEL, OPTIMIZER, is_moment
+from hostward.checkpoint.state_dict import MODEL, OPTIMIZER, is_master, is_moment
 from hostward.checkpoint.torch_adamw import to_torch_adamw
 from hostward.config.schema import from_dict
 from hostward.core.units import GIB
 from hostward.errors import CheckpointError, ConfigError
+from hostward.optim.state_dict import saved_dtypes
 from hostward.report.schema import REPORT_FILE, read_report
+from hostward.trainer.plan_request import state_format
 
 SHARD_BYTES = 4 * GIB
 """Size limit of a safetensors file, unless one tensor is larger; an export takes as much host memory."""
-BF16_MOMENTS = "bf16-moments"
-FORMATS = ("safetensors", "torch", BF16_MOMENTS)
+STATE_FORMATS = {
+    "bf16-moments": {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
+    "bf16-main-params": {"main_params_dtype": "bf16"},
+}
+"""Options of the run that goes on with a checkpoint in such a form."""
+FORMATS = ("safetensors", "torch", *STATE_FORMATS)
 _FILE = re.compile(r"__(\d+)_\d+\.distcp")
 _ERRNO = re.compile(r"\(os error (\d+)\)")
 
@@ -138,8 +144,9 @@ def convert(path: Path, out: Path, form: str) -> list[Path]:
 
     Args:
         form: "safetensors": the weights, as transformers loads them with `from_pretrained(out)`. "torch": `model.pt`
-            and `optimizer.pt` for torch.optim.AdamW; 16-bit weights as their fp32 main weights. "bf16-moments": a
+            and `optimizer.pt` for torch.optim.AdamW; 16-bit weights as their main weights, in fp32. "bf16-moments": a
             checkpoint whose moments are rounded to bf16, to nearest even, for a run that stores them so.
+            "bf16-main-params": one of bf16 weights without their fp32 main weights.
 
     Raises:
         CheckpointError: a checkpoint that is missing or damaged, or was not saved by `hostward train`; `out` exists; an
@@ -159,7 +166,10 @@ def convert(path: Path, out: Path, form: str) -> list[Path]:
             raise CheckpointError(f"target folder {out} exists", fix="name a folder that does not exist, or remove it")
         partial.mkdir()
         try:
-            {"safetensors": _safetensors, "torch": _torch, BF16_MOMENTS: _rounded}[form](path, partial, plain)
+            if form in STATE_FORMATS:
+                _rounded(path, partial, plain, form)
+            else:
+                {"safetensors": _safetensors, "torch": _torch}[form](path, partial, plain)
             partial.rename(out)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -221,25 +231,39 @@ def _torch(path: Path, out: Path, plain: Mapping[str, Any]) -> None:
     api.load_some(path, into)
     state, masters = to_torch_adamw(api.optimizer_state(plain["optimizer"], into))
     weights = {n.removeprefix(MODEL): t for n, t in into.items() if n.startswith(MODEL)}
+    trained = {name.removeprefix(OPTIMIZER).rsplit("/", 1)[0] for name in into if is_moment(name)}
+    weights = {name: t.float() if name in trained and name not in masters else t for name, t in weights.items()}
     for name, content in (("model.pt", {**weights, **masters}), ("optimizer.pt", state)):
         # Opened by Python: its OSError is the context of the error that closing the zip file raises.
         with _system_errors_shown(), (out / name).open("xb") as stream:
             torch.save(content, stream)
 
 
-def _rounded(path: Path, out: Path, plain: dict[str, Any]) -> None:
+def _rounded(path: Path, out: Path, plain: dict[str, Any], form: str) -> None:
+    options = STATE_FORMATS[form]
+    if "main_params_dtype" in options and plain["config"]["model"]["params_dtype"] != "bf16":
+        raise CheckpointError(
+            f"{path} has weights in {plain['config']['model']['params_dtype']}",
+            why="bf16 weights alone can be their own main weights in bf16",
+            fix="convert a checkpoint of a run with model.params_dtype=bf16",
+        )
     if api.read_own(path):
         raise CheckpointError(
             f"{path} was saved by several ranks",
             why="what each of them saved for itself would be lost",
-            fix="resume it on one rank and save again, or go on with moments in fp32",
+            fix="resume it on one rank and save again, or go on with its state as it is",
         )
     tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in api.tensor_index(path).items()}
     api.load_some(path, tensors)
-    for name, tensor in tensors.items():
-        if is_moment(name):
-            tensors[name] = tensor.to(torch.bfloat16)
-    plain["config"]["optimizer"] |= {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+    if "main_params_dtype" in options:
+        tensors = {name: tensor for name, tensor in tensors.items() if not is_master(name)}
+    else:
+        tensors = {n: t.to(torch.bfloat16) if is_moment(n) else t for n, t in tensors.items()}
+    config = from_dict(plain["config"])
+    for name, value in options.items():
+        setattr(config.optimizer, name, value)
+    plain["config"]["optimizer"] |= options
+    plain["optimizer"] |= saved_dtypes(state_format(config))
     try:
         api.save(out, plain["iteration"], tensors=tensors, plain=plain)
     except CheckpointError as error:

@@ -17,7 +17,7 @@ from hostward.checkpoint import api, files
 from hostward.config.rules.table import captured, microbatches, serial, widened
 from hostward.config.schema import Config
 from hostward.core.host_limits import Rates, host_memory
-from hostward.core.inventory import Dtype, cut_buckets
+from hostward.core.inventory import Dtype, cut_buckets, state_bytes_per_element
 from hostward.core.placement import Placement
 from hostward.core.units import MIB, size, sizes_apart
 from hostward.errors import CheckpointError, MemoryLimitError, ModelError
@@ -71,9 +71,6 @@ from hostward.trainer.workload import recipe_workload, usual_folder
 log = logging.getLogger("hostward")
 
 
-STATE_BYTES = {Dtype.FP32: 8, Dtype.BF16: 10, Dtype.FP16: 12}
-"""Bytes per parameter: two moments, and the part of the fp32 main weight that is not the weight itself."""
-
 SMALLER = "shrink the model, as in model.num_layers=2"
 NONE_FOUND = (
     "no GPU was found: hostward doctor reports why, and hostward plan with the same options which GPUs it needs"
@@ -112,7 +109,9 @@ def need(config: Config, parameters: int) -> Need:
     dtype = Dtype(config.model.params_dtype)
     weight_bytes = parameters * TORCH_DTYPES[dtype].itemsize
     gradient_bytes = parameters * 4 if accumulates_in_fp32(config) else weight_bytes
-    return Need(parameters, weight_bytes, gradient_bytes, parameters * STATE_BYTES[dtype])
+    form = state_format(config)
+    state_bytes = parameters * state_bytes_per_element(form.master_kind(dtype), form)
+    return Need(parameters, weight_bytes, gradient_bytes, state_bytes)
 
 
 def require_memory(config: Config, device: torch.device, vocab_size: int, ranks: Ranks, away_bytes: int = 0) -> Need:
@@ -420,10 +419,8 @@ def require_room(config: Config, vocab_size: int, resume_from: Path | None, *, f
 def checkpoint_bytes(config: Config, vocab_size: int) -> int:
     """Return the bytes of one checkpoint of the whole model, without tables of contents and the like."""
     dtype = Dtype(config.model.params_dtype)
-    # Besides the weight: two moments, and the fp32 main weight of a 16-bit weight.
-    form = state_format(config)
-    state = form.exp_avg.itemsize_bytes + form.exp_avg_sq.itemsize_bytes + (0 if dtype is Dtype.FP32 else 4)
-    return parameter_count(config, vocab_size) * (dtype.itemsize_bytes + state)
+    state_bytes = state_format(config).saved_element_bytes(dtype)
+    return parameter_count(config, vocab_size) * (dtype.itemsize_bytes + state_bytes)
 
 
 def saves_to_come(config: Config, resume_from: Path | None) -> int:

@@ -19,7 +19,7 @@ from hostward.errors import ConfigError
 from hostward.kernels.cpu.affinity import CpuFacts, default_threads
 from hostward.optim.adamw import AdamW
 from hostward.optim.placement import ShareOf
-from hostward.optim.state_dict import moment_dtypes
+from hostward.optim.state_dict import state_dtypes
 from hostward.plan.plan_file import PlanFile
 from hostward.profiler.workload import inventory_of
 from hostward.schedule.optimizer import GRADIENTS_IN_FLIGHT
@@ -133,7 +133,7 @@ def make_optimizer(
         use_torch_optimizer=options.use_torch_optimizer_for_cpu_offload,
         gradients=options.gradients,
         grad_dtype=torch.float32 if accumulates_in_fp32(config) and config.model.params_dtype != "fp32" else None,
-        state_dtypes=moment_dtypes(state_format(config)),
+        state_dtypes=state_dtypes(state_format(config)),
         staging_bytes=staging_bytes(config, lambda: inventory_of(held.model, state_format(config))),
         host_threads=options.host_threads or (None if cpus is None else default_threads(os.environ, cpus)),
         stages=held.stages,

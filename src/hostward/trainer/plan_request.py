@@ -282,6 +282,7 @@ def state_format(config: Config) -> StateFormat:
     return StateFormat(
         Dtype(options.exp_avg_dtype),
         Dtype(options.exp_avg_sq_dtype),
+        Dtype(options.main_params_dtype),
         split_master=not options.use_torch_optimizer_for_cpu_offload,
     )
 

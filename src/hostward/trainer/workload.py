@@ -108,7 +108,7 @@ def traced_options(config: Config) -> Config:
     found.model = replace(config.model, **{option: getattr(usual, option) for option in NOT_TRACED})
     found.model.seq_length = usual.seq_length  # a microbatch has it; the model only states a longest one
     found.train.micro_batch_size = config.train.micro_batch_size
-    for option in ("use_torch_optimizer_for_cpu_offload", "exp_avg_dtype", "exp_avg_sq_dtype"):
+    for option in ("use_torch_optimizer_for_cpu_offload", "exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype"):
         setattr(found.optimizer, option, getattr(config.optimizer, option))
     return found
 

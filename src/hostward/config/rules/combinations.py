@@ -130,6 +130,7 @@ GRAPH_RULES = (
 PERMANENT, UNTIL_BUILT = Kind.PERMANENT, Kind.UNTIL_BUILT
 STATES, OVERLAP = "optimizer.offload_optimizer_states", "optimizer.overlap_cpu_optimizer_d2h_h2d"
 TORCH_STEP = "optimizer.use_torch_optimizer_for_cpu_offload"
+STATE_DTYPES = ("optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype", "optimizer.main_params_dtype")
 
 MODEL_RULES = (
     Rule(
@@ -246,16 +247,25 @@ OPTIMIZER_RULES = (
         "leave out optimizer.offload_mix and optimizer.offload_optimizer_states, or the torch optimizer",
     ),
     Rule(
-        "torch-optimizer-bf16-moments",
+        "torch-optimizer-bf16-state",
         PERMANENT,
-        (TORCH_STEP, "optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype"),
+        (TORCH_STEP, *STATE_DTYPES),
         lambda c, _: (
             c.optimizer.use_torch_optimizer_for_cpu_offload
-            and (c.optimizer.exp_avg_dtype, c.optimizer.exp_avg_sq_dtype) != ("fp32", "fp32")
+            and any(getattr(c.optimizer, name.removeprefix("optimizer.")) != "fp32" for name in STATE_DTYPES)
         ),
-        "optimizer.use_torch_optimizer_for_cpu_offload=true with moments in bf16, which torch's step rounds to nearest,"
-        " where they stall",
-        "leave out optimizer.exp_avg_dtype and optimizer.exp_avg_sq_dtype, or the torch optimizer",
+        "optimizer.use_torch_optimizer_for_cpu_offload=true with state in bf16, which torch's step rounds to nearest,"
+        " where it stalls",
+        "leave out optimizer.exp_avg_dtype, exp_avg_sq_dtype and main_params_dtype, or the torch optimizer",
+    ),
+    Rule(
+        "bf16-main-params",
+        PERMANENT,
+        ("optimizer.main_params_dtype", "model.params_dtype"),
+        lambda c, _: c.optimizer.main_params_dtype == "bf16" and c.model.params_dtype != "bf16",
+        "optimizer.main_params_dtype=bf16 with model.params_dtype={model.params_dtype}: the main weight would have "
+        "fewer bits than the weight",
+        "set model.params_dtype=bf16, or leave out optimizer.main_params_dtype",
     ),
     Rule(
         "serial-sums",

@@ -31,7 +31,7 @@ class MasterKind(IntEnum):
     """Name how the fp32 main weight is stored."""
 
     WEIGHT = 0
-    """The fp32 weight itself."""
+    """The weight itself: fp32, or bf16 that is rounded at random."""
     SPLIT = 1
     """The bf16 weight and, as int16 remainder, the low 16 bits."""
     PLAIN = 2
@@ -100,7 +100,8 @@ class AdamWTask:
         ranges: the runs of elements, at least one; all gradients have one dtype, all weights another.
         exp_avg, exp_avg_sq: fp32 or bf16 [n], each of its own dtype, n at least the largest offset + length.
         remainder: int16 [n], the low 16 bits of the fp32 main weights, for MasterKind.SPLIT, else None.
-        master: fp32 [n], the fp32 main weights, for MasterKind.PLAIN, else None. With neither, the weights are fp32.
+        master: fp32 [n], the fp32 main weights, for MasterKind.PLAIN, else None. With neither, the weights
+            are their own main weights, fp32 or bf16.
         hyper: float64 [5]: lr, weight_decay, beta1, beta2, eps.
         tables: what `bias_tables` returned for the betas in `hyper`.
         scale: fp32 [1], factor of every gradient; None is 1.
@@ -261,11 +262,11 @@ def _master_kind(weight_dtype: Dtype, has_remainder: bool, has_master: bool) -> 
         return MasterKind.SPLIT
     if has_master and not has_remainder and weight_dtype is not Dtype.FP32:
         return MasterKind.PLAIN
-    if not has_master and not has_remainder and weight_dtype is Dtype.FP32:
+    if not has_master and not has_remainder and weight_dtype is not Dtype.FP16:
         return MasterKind.WEIGHT
     given = [name for name, has in (("remainder", has_remainder), ("master", has_master)) if has]
     raise ConfigError(
         f"{weight_dtype.name.lower()} weights with {' and '.join(given) or 'neither remainder nor master'}",
-        why="fp32 weights are their own master, bf16 weights have a remainder or a master, fp16 weights a master",
+        why="fp32 weights are their own master, bf16 weights may have a remainder or a master, fp16 ones have a master",
         fix="pass exactly the operand that the weight dtype calls for",
     )

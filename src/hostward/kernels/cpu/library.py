@@ -12,7 +12,7 @@ from typing import Any
 
 from hostward.errors import NativeError
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 LIBRARY_PATH = Path(__file__).resolve().parents[2] / "_native" / "libhostward_native.so"
 
 _BUILD = (

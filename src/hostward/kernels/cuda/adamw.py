@@ -29,7 +29,7 @@ _WARPS = 4
 _LANES = 4 * 32 * _WARPS
 _COUNTS_PER_PROGRAM = 256
 _FP32, _BF16 = 0, 1
-_MASTER_WEIGHT, _MASTER_SPLIT, _MASTER_PLAIN = 0, 1, 2
+_MASTER_WEIGHT, _MASTER_SPLIT, _MASTER_PLAIN, _MASTER_ROUNDED = 0, 1, 2, 3
 
 
 def block_map(lengths: Sequence[int], block: int = BLOCK_ELEMENTS) -> npt.NDArray[np.int32]:
@@ -97,7 +97,7 @@ def adamw_step(
         n_ranges: rows of `table`.
         blocks: int32 [n_blocks, 2], `block_map(lengths)` of the lengths in `table`.
         grad_dtype, weight_dtype: float32, bfloat16 or float16, or their codes 0, 1, 2.
-        master_kind: 0 the fp32 weight itself, 1 bf16 weight and remainder, 2 `master` besides a 16-bit weight.
+        master_kind: 0 the weight itself, fp32 or bf16, 1 bf16 weight and remainder, 2 `master` besides a 16-bit weight.
         exp_avg, exp_avg_sq: float32 or bfloat16 [n], each of its own dtype.
         remainder: int16 [n], low 16 bits of the fp32 main weights, for master kind 1, else None.
         master: float32 [n], the fp32 main weights, for master kind 2, else None.
@@ -169,8 +169,13 @@ def bind(
     keep = (table, blocks, hyper, bc1, inv_sqrt_bc2)
     if blocks.shape[0] > 0:
         arguments = (table, blocks, *state, hyper, bc1, inv_sqrt_bc2, table_length, scale, skip)
+        grad, weight, kind = codes
+        if kind == _MASTER_WEIGHT and weight == _BF16:
+            kind = _MASTER_ROUNDED
         moments = [int(moment.dtype is torch.bfloat16) for moment in state[:2]]
-        launches.append(step.bind(blocks.shape[0], arguments, (*codes, *moments, BLOCK_ELEMENTS, _LANES), keep))
+        launches.append(
+            step.bind(blocks.shape[0], arguments, (grad, weight, kind, *moments, BLOCK_ELEMENTS, _LANES), keep)
+        )
     if n_ranges > 0:
         # In the same launch it would race with the programs that have yet to read the count.
         counts = (table, n_ranges, bc1, inv_sqrt_bc2, table_length, skip, error)
@@ -198,7 +203,7 @@ def extra_operand(
 ) -> torch.Tensor:
     """Return the remainder or master operand; where there is none, exp_avg, which the kernel then ignores."""
     expected = {_MASTER_SPLIT: torch.int16, _MASTER_PLAIN: torch.float32}
-    if kind == _MASTER_WEIGHT and weight_code == _FP32 and remainder is None and master is None:
+    if kind == _MASTER_WEIGHT and weight_code in (_FP32, _BF16) and remainder is None and master is None:
         return exp_avg
     extra = None
     if kind == _MASTER_SPLIT and weight_code == _BF16 and master is None:
@@ -209,7 +214,7 @@ def extra_operand(
         raise ConfigError(
             f"master kind {kind} with weight dtype code {weight_code}, "
             f"{'a' if remainder is not None else 'no'} remainder and {'a' if master is not None else 'no'} master",
-            why="fp32 weights are their own master (0), bf16 have a remainder (1) or a master (2), fp16 a master (2)",
+            why="fp32 is its own master (0), bf16 too, or has a remainder (1) or a master (2); fp16 has a master (2)",
             fix="pass exactly the operand that the master kind calls for",
         )
     if extra.dtype != expected[kind]:

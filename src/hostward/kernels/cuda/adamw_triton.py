@@ -20,6 +20,7 @@ BF16 = tl.constexpr(1)
 FP16 = tl.constexpr(2)
 MASTER_SPLIT = tl.constexpr(1)
 MASTER_PLAIN = tl.constexpr(2)
+MASTER_ROUNDED = tl.constexpr(3)  # the bf16 weight; 0 is the fp32 weight
 ERROR_TABLE = tl.constexpr(5)  # HOSTWARD_ERROR_TABLE of native/include/hostward.h
 
 
@@ -181,6 +182,8 @@ def _step_lanes(
         bits = high + _load(extra, first, inside, ALIGNED, tl.int16, 2, LANES).to(tl.int32)
     elif MASTER == MASTER_PLAIN:
         bits = _load(extra, first, inside, ALIGNED, tl.int32, 4, LANES)
+    elif MASTER == MASTER_ROUNDED:
+        bits = _load(weight, first, inside, ALIGNED, tl.int16, 2, LANES).to(tl.int32) << 16
     else:
         bits = _load(weight, first, inside, ALIGNED, tl.int32, 4, LANES)
     p = bits.to(tl.float32, bitcast=True)
@@ -191,22 +194,26 @@ def _step_lanes(
     d = (tl.sqrt_rn(v) * inv_sqrt_bc2) + eps
     p = (p * decay) - (step_size * tl.div_rn(m, d))
 
-    bits = _canonical_bits(p)
+    p_bits = _canonical_bits(p)
     m_bits, v_bits = _canonical_bits(m), _canonical_bits(v)
-    random = step_key  # not used where both moments are fp32
-    if (EXP_AVG == BF16) | (EXP_AVG_SQ == BF16):
+    random = step_key  # not used where nothing is rounded at random
+    if (EXP_AVG == BF16) | (EXP_AVG_SQ == BF16) | (MASTER == MASTER_ROUNDED):
         both = v_bits.to(tl.uint32, bitcast=True) * tl.full((), 0x9E3779B1, tl.uint32)
         random = _mix((both + m_bits.to(tl.uint32, bitcast=True)) ^ step_key)
     _store_moment(exp_avg, first, m_bits, random & 0xFFFF, inside, ALIGNED, EXP_AVG, LANES)
     _store_moment(exp_avg_sq, first, v_bits, random >> 16, inside, ALIGNED, EXP_AVG_SQ, LANES)
     if MASTER == MASTER_SPLIT:
-        _store(weight, first, _weight_bits(bits, WEIGHT), inside, ALIGNED, tl.int16, 2, LANES)
-        _store(extra, first, bits.to(tl.int16), inside, ALIGNED, tl.int16, 2, LANES)
+        _store(weight, first, _weight_bits(p_bits, WEIGHT), inside, ALIGNED, tl.int16, 2, LANES)
+        _store(extra, first, p_bits.to(tl.int16), inside, ALIGNED, tl.int16, 2, LANES)
     elif MASTER == MASTER_PLAIN:
-        _store(weight, first, _weight_bits(bits, WEIGHT), inside, ALIGNED, tl.int16, 2, LANES)
-        _store(extra, first, bits, inside, ALIGNED, tl.int32, 4, LANES)
+        _store(weight, first, _weight_bits(p_bits, WEIGHT), inside, ALIGNED, tl.int16, 2, LANES)
+        _store(extra, first, p_bits, inside, ALIGNED, tl.int32, 4, LANES)
+    elif MASTER == MASTER_ROUNDED:
+        unsigned = p_bits.to(tl.uint32, bitcast=True)
+        rounded = (unsigned + (_mix(unsigned ^ random) >> 16)) >> 16
+        _store(weight, first, rounded.to(tl.int16), inside, ALIGNED, tl.int16, 2, LANES)
     else:
-        _store(weight, first, bits, inside, ALIGNED, tl.int32, 4, LANES)
+        _store(weight, first, p_bits, inside, ALIGNED, tl.int32, 4, LANES)
 
 
 @triton.jit(do_not_specialize=["table_length"])

@@ -16,7 +16,7 @@ from hostward.kernels import reference
 from hostward.kernels.cpu.adamw import bias_tables
 from hostward.optim.adamw import AdamW
 from hostward.optim.bucket_state import same_bits
-from hostward.optim.state_dict import moment_dtypes
+from hostward.optim.state_dict import state_dtypes
 
 MEMORY_TOLERANCE = 0.02
 """Allowed relative difference between the drop in device bytes and the drop that the placement promised."""
@@ -165,8 +165,8 @@ def differing_role(
 ) -> str | None:
     """Return the first of exp_avg, exp_avg_sq, master and weight that differs from the numpy reference, or None.
 
-    Three clipped steps of one tensor of `dtype` on `device`, with all its buckets at `placement`, and its moments in
-    the dtypes of `form`.
+    Three clipped steps of one tensor of `dtype` on `device`, with all its buckets at `placement`, and its state in the
+    dtypes of `form`.
     """
     generator = torch.Generator().manual_seed(1)
     start = torch.randn(_ELEMENTS, generator=generator).to(dtype)
@@ -181,10 +181,12 @@ def differing_role(
         max_grad_norm=1.0,
         offload_fraction=1.0 if placement.offloaded else 0.0,
         streamed_fraction=1.0 if placement is Placement.STREAMED else 0.0,
-        state_dtypes=moment_dtypes(form),
+        state_dtypes=state_dtypes(form),
     )
     tables = bias_tables(hyper.beta1, hyper.beta2, 16)
     master = start.float().numpy().copy()
+    if dtype is torch.bfloat16 and form.main_param is Dtype.BF16:
+        master = reference.bf16_bits(master)
     exp_avg, exp_avg_sq = (
         np.zeros_like(master, dtype=np.float32 if moment is Dtype.FP32 else np.uint16)
         for moment in form.moments.values()
@@ -207,7 +209,7 @@ def differing_role(
                 return role
     weight = master
     if dtype is torch.bfloat16:
-        weight = reference.bf16_bits(master).view(np.int16)
+        weight = (master if master.dtype == np.uint16 else reference.bf16_bits(master)).view(np.int16)
     elif dtype is torch.float16:
         weight = reference.fp16_weight(master)
     held = parameter.detach().cpu()
