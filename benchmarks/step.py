@@ -15,7 +15,7 @@ shows. Rows are separated by commas:
     auto:F            share F of the state on the host; hostward chooses which part of it is streamed
     mixS:F            the same with share S of it streamed
     serial-...        any of these without overlap (overlap=False)
-    ...+bf16-moments  moments in bf16
+    ...+bf16-moments  moments in bf16; ...+all-bf16: and no main weights
     ...+unclipped     without clipping
     ...+staging4GiB   so many bytes of GPU staging buffers, instead of as many as hostward chooses
     host:1+weights    the weights of all layers but the last are on the host as well, and come when they are used

@@ -1,0 +1,126 @@
+"""The largest dense model that trains on this machine, by the plan, and what a run of it takes.
+
+    python benchmarks/capacity.py find --hardware h200 --device-memory 139GiB --host-memory 125GiB --plans FOLDER
+    python benchmarks/capacity.py run --plans FOLDER --json benchmarks/results/DATE-capacity.json
+
+Models have the width of Qwen3-14B (hidden size 5120, FFN 17408, 40 heads; 40 layers are 14.8 B parameters), one
+sequence of 4,096 tokens a step, and as many layers as fit. `find` asks `hostward plan` for the largest number of layers
+that fits, for each format of the state, and what keeps one more layer from fitting: no GPU is needed. `run` trains five
+steps of each by its plan (`hostward train --plan`), and sets the bytes that were measured beside those predicted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from machine import describe
+
+RECIPE = "qwen3_8b_pretrain_config"
+WIDTH = ["model.hidden_size=5120", "model.ffn_hidden_size=17408", "model.num_attention_heads=40"]
+TRAINED = ["train.global_batch_size=1", "train.micro_batch_size=1", "dataset.format=mock"]
+FORMATS = {
+    "fp32": [],
+    "bf16-moments": ["optimizer.exp_avg_dtype=bf16", "optimizer.exp_avg_sq_dtype=bf16"],
+    "all-bf16": [
+        "optimizer.exp_avg_dtype=bf16",
+        "optimizer.exp_avg_sq_dtype=bf16",
+        "optimizer.main_params_dtype=bf16",
+    ],
+}
+STEPS = 5
+MOST_LAYERS = 256
+
+
+def options(layers: int, form: str) -> list[str]:
+    """Options of `hostward train` and `hostward plan` for a model of so many layers."""
+    return [*WIDTH, *TRAINED, f"model.num_layers={layers}", "model.seq_length=4096", *FORMATS[form]]
+
+
+def hostward(*words: str, seconds: float | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hostward", *words]
+    print(shlex.join(command), file=sys.stderr, flush=True)
+    return subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+
+
+def planned(a: argparse.Namespace, layers: int, form: str) -> tuple[bool, str]:
+    """Whether a plan fits, which is then in the folder, and what `hostward plan` printed."""
+    limits = ["--hardware", a.hardware, "--device-memory", a.device_memory, "--host-memory", a.host_memory]
+    file = a.plans / f"{form}-{layers}.json"
+    done = hostward("plan", "--recipe", RECIPE, *options(layers, form), *limits, "--json", str(file))
+    if done.returncode not in (0, 1):
+        raise RuntimeError(done.stderr[-2000:])
+    return done.returncode == 0, done.stdout
+
+
+def found(a: argparse.Namespace, form: str) -> dict[str, Any]:
+    """The largest number of layers that fits, by bisection, and what the next one lacks."""
+    fits, fails, why = 0, MOST_LAYERS + 1, ""
+    while fails - fits > 1:
+        layers = (fits + fails) // 2
+        ok, text = planned(a, layers, form)
+        if ok:
+            (a.plans / f"{form}-{fits}.json").unlink(missing_ok=True)
+            fits = layers
+        else:
+            fails, why = layers, text
+    missing = next((line for line in why.splitlines() if line.startswith("missing:")), "")
+    return {"format": form, "layers": fits, "next_one": missing, "next_one_in_full": why.splitlines()}
+
+
+def trained(a: argparse.Namespace, case: dict[str, Any]) -> dict[str, Any]:
+    """Five steps by the plan."""
+    form, layers = case["format"], case["layers"]
+    report = a.plans / f"{form}-{layers}-report.json"
+    words = [*options(layers, form), f"train.train_iters={STEPS}", f"scheduler.lr_decay_iters={STEPS}"]
+    plan = ["--plan", str(a.plans / f"{form}-{layers}.json"), "--json", str(report)]
+    try:
+        done = hostward("train", "--recipe", RECIPE, *words, *plan, seconds=a.time_limit_s)
+    except subprocess.TimeoutExpired:
+        return {**case, "status": f"not done after {a.time_limit_s:.0f} s"}
+    if done.returncode:
+        return {**case, "status": "failed", "why": (done.stdout + done.stderr)[-3000:]}
+    content = json.loads(report.read_text())
+    losses = content["losses"]
+    status = "ok" if len(losses) == STEPS and all(map(math.isfinite, losses)) else "losses are not finite"
+    return {**case, "status": status, "report": content}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["find", "run"])
+    parser.add_argument("--plans", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--hardware", default="h200")
+    parser.add_argument("--device-memory", default="139GiB")
+    parser.add_argument("--host-memory", default="125GiB")
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS))
+    parser.add_argument("--time-limit-s", type=float, default=600.0, help="of each run")
+    parser.add_argument("--json", type=Path)
+    a = parser.parse_args()
+    cases = a.plans / "cases.json"
+    if a.what == "find":
+        a.plans.mkdir(parents=True, exist_ok=True)
+        rows = [found(a, form) for form in a.formats]
+        cases.write_text(json.dumps(rows, indent=1) + "\n")
+        for row in rows:
+            print(f"{row['format']}: {row['layers']} layers; one more: {row['next_one']}")
+        return
+    rows = []
+    for case in json.loads(cases.read_text()):
+        if case["format"] in a.formats:
+            rows.append(trained(a, case))
+            print(rows[-1]["format"], rows[-1]["layers"], rows[-1]["status"], rows[-1].get("why", ""), flush=True)
+        if a.json is not None:
+            a.json.write_text(
+                json.dumps({"benchmark": "capacity", "machine": describe(), "rows": rows}, indent=1) + "\n"
+            )
+
+
+if __name__ == "__main__":
+    main()
