@@ -108,6 +108,7 @@ def measured(name: str, arguments: argparse.Namespace, tokens: int, port: int) -
 
     rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # else torch looks for torchrun's own store at this port
     dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     dist.barrier()  # what NCCL needs of memory is not counted
     with cases.without_transformer_engine():
