@@ -29,7 +29,7 @@ LARGEST_BUCKET_CAP = 64 * 1024 * 1024
 RANGE_ALIGNMENT_ELEMENTS = 128
 """Ranges start at a multiple of this within their bucket: 256 bytes of 16-bit elements, for vector code."""
 FP8_BLOCK = RANGE_ALIGNMENT_ELEMENTS
-"""Elements of an FP8 moment that share a scale, counted from the parameter's first. Ranges consist of whole blocks."""
+"""So many elements of an FP8 moment share a scale, counted from the parameter's first. Ranges are whole blocks."""
 
 
 class Dtype(StrEnum):
@@ -61,7 +61,7 @@ class MasterKind(StrEnum):
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of the moments."""
 MAIN_PARAM = "main_param"
-"""Name of the main weight in `state_dtypes`."""
+"""`state_dtypes` names the main weight so."""
 
 
 @dataclass(frozen=True, slots=True)

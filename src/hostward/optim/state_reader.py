@@ -61,7 +61,7 @@ class Stretch:
     low: torch.Tensor | None = None
     scales: torch.Tensor | None = None
     role: str = ""
-    """Which moment it is, if an FP8 one."""
+    """FP8 moments are told apart by their names."""
 
     @property
     def memory(self) -> list[torch.Tensor]:

@@ -17,7 +17,7 @@ from hostward.kernels.cpu.adamw import FloatTable
 
 TORCH_DTYPES = {Dtype.FP32: torch.float32, Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16}
 STATE_DTYPES = {**TORCH_DTYPES, Dtype.FP8: torch.uint8}
-"""Dtypes of the buffers of moments; those of FP8 end in the scales of blocks."""
+"""Buffers of moments have these dtypes; those of FP8 end in the scales of blocks."""
 DTYPES = {value: key for key, value in TORCH_DTYPES.items()}
 
 

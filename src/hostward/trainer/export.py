@@ -34,7 +34,7 @@ STATE_FORMATS = {
     "fp8-moments": {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"},
     "bf16-main-params": {"main_params_dtype": "bf16"},
 }
-"""Options of the run that goes on with a checkpoint in such a form."""
+"""A run that goes on with a checkpoint in such a form has these options."""
 FORMATS = ("safetensors", "torch", *STATE_FORMATS)
 _FILE = re.compile(r"__(\d+)_\d+\.distcp")
 _ERRNO = re.compile(r"\(os error (\d+)\)")

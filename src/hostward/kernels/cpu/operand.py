@@ -141,7 +141,7 @@ def one_dtype(names: set[str], role: str) -> Dtype:
 
 
 FP8_BLOCK = 128
-"""Elements of an FP8 moment that share a scale."""
+"""So many elements of an FP8 moment share a scale."""
 
 
 def require_blocks(size_bytes: int, role: str, elements: int) -> int:

@@ -31,7 +31,7 @@ _LANES = 4 * 32 * _WARPS
 _COUNTS_PER_PROGRAM = 256
 _FP32, _BF16 = 0, 1
 MOMENTS = (torch.float32, torch.bfloat16, torch.uint8)
-"""Dtypes of moments by their codes; uint8 is FP8."""
+"""Moments have these dtypes, in the order of their codes; uint8 is FP8."""
 _MASTER_WEIGHT, _MASTER_SPLIT, _MASTER_PLAIN, _MASTER_ROUNDED = 0, 1, 2, 3
 
 
