@@ -23,6 +23,7 @@ from typing import Any
 from machine import describe
 
 MOMENTS = ["optimizer.exp_avg_dtype=bf16", "optimizer.exp_avg_sq_dtype=bf16"]
+FP8 = ["optimizer.exp_avg_dtype=fp8", "optimizer.exp_avg_sq_dtype=fp8"]
 MAIN = ["optimizer.main_params_dtype=bf16"]
 FORMATS: dict[str, tuple[list[str], bool]] = {
     "fp32": ([], False),
@@ -32,6 +33,8 @@ FORMATS: dict[str, tuple[list[str], bool]] = {
     "bf16 moments to nearest": ([], True),
     "bf16 main weights": (MAIN, False),
     "bf16 moments and main weights": ([*MOMENTS, *MAIN], False),
+    "fp8 moments": (FP8, False),
+    "fp8 moments, bf16 main weights": ([*FP8, *MAIN], False),
 }
 """Options, and whether moments are rounded to nearest."""
 SETTINGS = [

@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#define HOSTWARD_ABI_VERSION 8
+#define HOSTWARD_ABI_VERSION 9
 
 #if defined(__GNUC__)
 #define HOSTWARD_API __attribute__((visibility("default")))
@@ -32,6 +32,11 @@ enum hostward_error {
 
 enum hostward_dtype { HOSTWARD_FP32 = 0, HOSTWARD_BF16 = 1, HOSTWARD_FP16 = 2 };
 
+/* FP8: a byte per element, and one per block of HOSTWARD_FP8_BLOCK elements of the range (docs/exactness.md). */
+enum hostward_moment { HOSTWARD_MOMENT_FP32 = 0, HOSTWARD_MOMENT_BF16 = 1, HOSTWARD_MOMENT_FP8 = 2 };
+
+#define HOSTWARD_FP8_BLOCK 128
+
 enum hostward_master_kind {
   HOSTWARD_MASTER_WEIGHT = 0, /* the weight itself: fp32, or bf16 that is rounded at random */
   HOSTWARD_MASTER_SPLIT = 1,  /* bf16 weight and int16 remainder (low 16 bits) together are the fp32 main weight */
@@ -47,7 +52,7 @@ enum hostward_isa {
 };
 
 typedef struct {
-  int64_t offset;   /* first element in exp_avg, exp_avg_sq, remainder and master */
+  int64_t offset;   /* first element in exp_avg, exp_avg_sq, remainder and master; with an FP8 moment whole blocks */
   int64_t length;   /* elements */
   const void* grad; /* first element of this range */
   void* weight;     /* first element of this range */
@@ -63,10 +68,12 @@ typedef struct {
   int32_t grad_dtype, weight_dtype;        /* hostward_dtype */
   int32_t master_kind;                     /* hostward_master_kind */
   int32_t threads, isa;                    /* at most this many threads, the calling one included; hostward_isa */
-  int32_t exp_avg_dtype, exp_avg_sq_dtype; /* HOSTWARD_FP32 or HOSTWARD_BF16 */
+  int32_t exp_avg_dtype, exp_avg_sq_dtype; /* hostward_moment */
   int32_t reserved;
   void* exp_avg;
   void* exp_avg_sq;
+  uint8_t* exp_avg_scale;    /* HOSTWARD_MOMENT_FP8 only: a byte per block, that of element i at i / 128 */
+  uint8_t* exp_avg_sq_scale; /* the same */
   int16_t* remainder; /* HOSTWARD_MASTER_SPLIT only */
   float* master;      /* HOSTWARD_MASTER_PLAIN only */
   const hostward_range* ranges;

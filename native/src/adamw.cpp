@@ -33,15 +33,25 @@ int64_t table_entry(const hostward_adamw_task& task, const hostward_range& range
   return last >= 1 && task.bc1[last] == 1.0 && task.inv_sqrt_bc2[last] == 1.0 ? last : -1;
 }
 
+bool has_blocks(const hostward_adamw_task& task) {
+  return task.exp_avg_dtype == HOSTWARD_MOMENT_FP8 || task.exp_avg_sq_dtype == HOSTWARD_MOMENT_FP8;
+}
+
+int64_t range_length(const hostward_range& range) { return range.length; }
+
+// Elements up to the end of the last block. Work that is distributed by them cuts no block in two.
+int64_t whole_blocks(const hostward_range& range) { return (range.length + kScaled - 1) / kScaled * kScaled; }
+
 int check_ranges(const hostward_adamw_task& task, int64_t* elements) {
   *elements = 0;
   for (int64_t i = 0; i < task.n_ranges; ++i) {
     const hostward_range& range = task.ranges[i];
     if (range.count == nullptr) return HOSTWARD_ERROR_NULL;
     if (range.length < 0 || range.offset < 0 || *range.count < 0) return HOSTWARD_ERROR_ARGUMENT;
+    if (has_blocks(task) && range.offset % kScaled != 0) return HOSTWARD_ERROR_ARGUMENT;
     if (range.length > 0 && (range.grad == nullptr || range.weight == nullptr)) return HOSTWARD_ERROR_NULL;
     if (table_entry(task, range) < 0) return HOSTWARD_ERROR_TABLE;
-    *elements += range.length;
+    *elements += has_blocks(task) ? whole_blocks(range) : range.length;
   }
   return HOSTWARD_OK;
 }
@@ -52,6 +62,8 @@ int check_task(const hostward_adamw_task& task, Layout* layout, int64_t* element
   for (const int32_t moment : {task.exp_avg_dtype, task.exp_avg_sq_dtype}) {
     if (moment < 0 || moment >= kMomentDtypes) return HOSTWARD_ERROR_TYPE;
   }
+  if (task.exp_avg_dtype == HOSTWARD_MOMENT_FP8 && task.exp_avg_scale == nullptr) return HOSTWARD_ERROR_NULL;
+  if (task.exp_avg_sq_dtype == HOSTWARD_MOMENT_FP8 && task.exp_avg_sq_scale == nullptr) return HOSTWARD_ERROR_NULL;
   if (const int code = find_layout(task, layout)) return code;
   if (task.n_ranges > 0 && task.ranges == nullptr) return HOSTWARD_ERROR_NULL;
   if (task.hyper == nullptr || task.bc1 == nullptr || task.inv_sqrt_bc2 == nullptr) return HOSTWARD_ERROR_NULL;
@@ -81,7 +93,7 @@ Constants make_constants(const hostward_adamw_task& task, const hostward_range& 
   return c;
 }
 
-int64_t range_length(const hostward_range& range) { return range.length; }
+constexpr int64_t kMomentBytes[kMomentDtypes] = {4, 2, 1};
 
 const char* at(const void* base, int64_t element, int64_t element_bytes) {
   return static_cast<const char*>(base) + element * element_bytes;
@@ -90,6 +102,8 @@ const char* at(const void* base, int64_t element, int64_t element_bytes) {
 char* at(void* base, int64_t element, int64_t element_bytes) {
   return static_cast<char*>(base) + element * element_bytes;
 }
+
+uint8_t* scale_at(uint8_t* scales, int64_t element) { return scales == nullptr ? nullptr : scales + element / kScaled; }
 
 int run_task(const hostward_adamw_task& task) {
   if (task.skip != nullptr && *task.skip != 0) return HOSTWARD_OK;
@@ -102,12 +116,12 @@ int run_task(const hostward_adamw_task& task) {
   const AdamwFunction function = kernels->adamw[task.grad_dtype][layout][task.exp_avg_dtype][task.exp_avg_sq_dtype];
   const int64_t grad_bytes = task.grad_dtype == HOSTWARD_FP32 ? 4 : 2;
   const int64_t weight_bytes = layout == kFp32Weight ? 4 : 2;
-  const int64_t first_bytes = task.exp_avg_dtype == HOSTWARD_FP32 ? 4 : 2;
-  const int64_t second_bytes = task.exp_avg_sq_dtype == HOSTWARD_FP32 ? 4 : 2;
+  const int64_t first_bytes = kMomentBytes[task.exp_avg_dtype];
+  const int64_t second_bytes = kMomentBytes[task.exp_avg_sq_dtype];
   const float scale = task.scale != nullptr ? *task.scale : 1.0f;
   const int64_t pieces = (elements + kPieceElements - 1) / kPieceElements;
   for_pieces(pieces, task.threads, [&](PieceQueue& queue) {
-    SegmentCursor<hostward_range> cursor(task.ranges, task.n_ranges, range_length);
+    SegmentCursor<hostward_range> cursor(task.ranges, task.n_ranges, has_blocks(task) ? whole_blocks : range_length);
     for (int64_t piece = 0; queue.take(&piece);) {
       const int64_t stop = std::min(elements, (piece + 1) * kPieceElements);
       cursor.visit(piece * kPieceElements, stop, [&](const hostward_range& range, int64_t from, int64_t to) {
@@ -116,8 +130,9 @@ int run_task(const hostward_adamw_task& task) {
         if (task.master_kind == HOSTWARD_MASTER_SPLIT) master = task.remainder + state;
         if (task.master_kind == HOSTWARD_MASTER_PLAIN) master = task.master + state;
         const Piece part = {at(range.grad, from, grad_bytes), at(range.weight, from, weight_bytes),
-                            at(task.exp_avg, state, first_bytes), at(task.exp_avg_sq, state, second_bytes), master};
-        function(make_constants(task, range, scale), part, to - from);
+                            at(task.exp_avg, state, first_bytes), at(task.exp_avg_sq, state, second_bytes), master,
+                            scale_at(task.exp_avg_scale, state), scale_at(task.exp_avg_sq_scale, state)};
+        function(make_constants(task, range, scale), part, std::min(to, range.length) - from);
       });
     }
   });

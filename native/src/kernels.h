@@ -26,15 +26,18 @@ struct Piece {
   void* exp_avg;
   void* exp_avg_sq;
   void* master;
+  uint8_t* exp_avg_scale;  // bytes of the blocks of an FP8 moment, else null
+  uint8_t* exp_avg_sq_scale;
 };
 
 constexpr int kDtypes = 3;
-constexpr int kMomentDtypes = 2;  // fp32, bf16
+constexpr int kMomentDtypes = 3;  // fp32, bf16, fp8
 constexpr int kLayouts = 5;       // how weight and main weight are stored
 enum Layout { kFp32Weight = 0, kSplitBf16 = 1, kPlainBf16 = 2, kPlainFp16 = 3, kRoundedBf16 = 4 };
 
+constexpr int64_t kScaled = 128;  // elements of a block of an FP8 moment
 constexpr int64_t kNormChunk = 4096;
-constexpr int64_t kPieceElements = 64 * 1024;  // the least work worth a thread; a multiple of kNormChunk
+constexpr int64_t kPieceElements = 64 * 1024;  // the least work worth a thread; a multiple of kNormChunk and kScaled
 
 typedef void (*AdamwFunction)(const Constants& constants, const Piece& piece, int64_t length);
 typedef void (*NormFunction)(const void* grad, int64_t length, int64_t* sum, int32_t* exponent);

@@ -14,6 +14,7 @@ namespace {
 
 constexpr int64_t kElements = 3 * 65536 + 131;
 constexpr int64_t kChunks = (kElements + 4095) / 4096;
+constexpr int64_t kBlocks = (kElements + HOSTWARD_FP8_BLOCK - 1) / HOSTWARD_FP8_BLOCK;
 
 int failures = 0;
 
@@ -29,8 +30,10 @@ struct State {
   std::vector<int16_t> remainder = std::vector<int16_t>(kElements);
   std::vector<int64_t> counts = std::vector<int64_t>(3);
 
-  explicit State(int32_t moment = HOSTWARD_FP32)
-      : exp_avg(kElements * (moment == HOSTWARD_FP32 ? 4 : 2)), exp_avg_sq(exp_avg) {
+  std::vector<uint8_t> exp_avg_scale = std::vector<uint8_t>(kBlocks), exp_avg_sq_scale = exp_avg_scale;
+
+  explicit State(int32_t moment = HOSTWARD_MOMENT_FP32)
+      : exp_avg(static_cast<size_t>(kElements * (4 >> moment))), exp_avg_sq(exp_avg) {
     uint32_t random = 1;
     for (int64_t i = 0; i < kElements; ++i) {
       random = random * 1664525u + 1013904223u;
@@ -41,14 +44,16 @@ struct State {
 
   bool operator==(const State& other) const {
     return exp_avg == other.exp_avg && exp_avg_sq == other.exp_avg_sq && weight == other.weight &&
+           exp_avg_scale == other.exp_avg_scale && exp_avg_sq_scale == other.exp_avg_sq_scale &&
            remainder == other.remainder && counts == other.counts;
   }
 };
 
-// `moment`: hostward_dtype of both moments.
+// `moment`: hostward_moment of both moments.
 State step(int32_t isa, int32_t threads, int32_t moment) {
   State state(moment);
-  const int64_t edges[4] = {0, 7, 70001, kElements};
+  const bool blocks = moment == HOSTWARD_MOMENT_FP8;  // ranges begin where blocks do
+  const int64_t edges[4] = {0, blocks ? 128 : 7, blocks ? 70016 : 70001, kElements};
   hostward_range ranges[3];
   for (int i = 0; i < 3; ++i) {
     ranges[i] = {edges[i], edges[i + 1] - edges[i], state.grad.data() + edges[i], state.weight.data() + edges[i],
@@ -68,6 +73,8 @@ State step(int32_t isa, int32_t threads, int32_t moment) {
   task.exp_avg_dtype = task.exp_avg_sq_dtype = moment;
   task.exp_avg = state.exp_avg.data();
   task.exp_avg_sq = state.exp_avg_sq.data();
+  task.exp_avg_scale = state.exp_avg_scale.data();
+  task.exp_avg_sq_scale = state.exp_avg_sq_scale.data();
   task.remainder = state.remainder.data();
   task.ranges = ranges;
   task.n_ranges = 3;
@@ -296,7 +303,9 @@ void copied(int32_t isa, int32_t threads) {
 }  // namespace
 
 int main() {
-  const State expected[2] = {step(HOSTWARD_ISA_SCALAR, 1, HOSTWARD_FP32), step(HOSTWARD_ISA_SCALAR, 1, HOSTWARD_BF16)};
+  const State expected[3] = {step(HOSTWARD_ISA_SCALAR, 1, HOSTWARD_MOMENT_FP32),
+                             step(HOSTWARD_ISA_SCALAR, 1, HOSTWARD_MOMENT_BF16),
+                             step(HOSTWARD_ISA_SCALAR, 1, HOSTWARD_MOMENT_FP8)};
   const std::vector<int64_t> expected_norm = norm(HOSTWARD_ISA_SCALAR, 1);
   const std::vector<int64_t> expected_sums = accumulated(HOSTWARD_ISA_SCALAR, 1);
   issue();
@@ -304,7 +313,7 @@ int main() {
   for (int32_t isa = HOSTWARD_ISA_BEST; isa <= HOSTWARD_ISA_NEON; ++isa) {
     if (!hostward_isa_supported(isa)) continue;
     for (int32_t threads = 1; threads <= 8; ++threads) {
-      for (const int32_t moment : {HOSTWARD_FP32, HOSTWARD_BF16}) {
+      for (const int32_t moment : {HOSTWARD_MOMENT_FP32, HOSTWARD_MOMENT_BF16, HOSTWARD_MOMENT_FP8}) {
         expect(step(isa, threads, moment) == expected[moment], "every instruction set and thread count agree");
       }
       expect(norm(isa, threads) == expected_norm, "norms agree");

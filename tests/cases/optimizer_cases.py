@@ -133,6 +133,7 @@ def to_numpy(tensor: torch.Tensor) -> Any:
 
 
 FP32S = (torch.float32,) * 3
+NUMPY = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.uint8: np.uint8}
 
 
 @dataclass
@@ -152,15 +153,15 @@ class NumpyOptimizer:
     def over(cls, named: Iterable[tuple[str, torch.Tensor]], form: tuple[torch.dtype, ...] = ()) -> NumpyOptimizer:
         """Begin with these weights; `form`: dtypes of exp_avg, exp_avg_sq and main_param, fp32 where it is shorter."""
         named = list(named)
-        first, second, main = (np.uint16 if d is torch.bfloat16 else np.float32 for d in (*form, *FP32S)[:3])
+        first, second, main = (NUMPY[d] for d in (*form, *FP32S)[:3])
         given = {name: to_numpy(p) for name, p in named}
         master = {n: v if main == v.dtype == np.uint16 else reference.float_of(v) for n, v in given.items()}
         return cls(
             {name: p.dtype for name, p in named},
             {name: p.shape for name, p in named},
             master,
-            {name: np.zeros_like(value, dtype=first) for name, value in master.items()},
-            {name: np.zeros_like(value, dtype=second) for name, value in master.items()},
+            {name: np.zeros(_stored(value.size, first), first) for name, value in master.items()},
+            {name: np.zeros(_stored(value.size, second), second) for name, value in master.items()},
             {name: 0 for name, _ in named},
         )
 
@@ -204,17 +205,23 @@ class NumpyOptimizer:
             shape = self.shapes[name]
             weights[f"weight {name}"] = torch.from_numpy(_weight(self.master[name], dtype)).view(dtype).view(shape)
             state[f"step {name}"] = torch.tensor(self.count[name])
-            state[f"exp_avg {name}"] = _moment(self.exp_avg[name]).view(shape)
-            state[f"exp_avg_sq {name}"] = _moment(self.exp_avg_sq[name]).view(shape)
+            state[f"exp_avg {name}"] = _moment(self.exp_avg[name], shape, signed=True)
+            state[f"exp_avg_sq {name}"] = _moment(self.exp_avg_sq[name], shape, signed=False)
             if dtype is not torch.float32 and self.master[name].dtype == np.float32:
                 state[f"master {name}"] = torch.from_numpy(self.master[name]).view(shape)
         return weights | state
 
 
-def _moment(values: Any) -> torch.Tensor:
+def _stored(elements: int, dtype: Any) -> int:
+    return -(-elements // 128) * 129 if dtype is np.uint8 else elements
+
+
+def _moment(values: Any, shape: torch.Size, *, signed: bool) -> torch.Tensor:
+    if values.dtype == np.uint8:
+        values = reference.bf16_bits(reference.float_of_fp8(values, signed=signed)[: shape.numel()])
     if values.dtype == np.uint16:
-        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(values)
+        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16).view(shape)
+    return torch.from_numpy(values).view(shape)
 
 
 def _weight(master: Any, dtype: torch.dtype) -> Any:

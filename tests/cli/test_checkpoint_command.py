@@ -253,3 +253,39 @@ def test_main_weights_in_bf16_are_dropped_on_request_alone_and_come_back_exactly
     for name in masters:
         weight = found[0][name.replace("optimizer/", "model/").removesuffix("/master")]
         assert torch.equal(wide[name], weight.float())
+
+
+def test_moments_in_fp8_are_saved_in_bf16_resumed_at_any_placement_and_widened(
+    train: Cli, cli: Cli, text: Path, folder: Path, tmp_path: Path
+) -> None:
+    options = [option.replace("bf16", "fp8") for option in MOMENTS]
+    for form in ("bf16-moments", "fp8-moments"):
+        assert cli("checkpoint", "convert", folder, tmp_path / form, "--to", form).code == 0
+    for source in (folder, tmp_path / "bf16-moments"):
+        refused = cli("train", *SMALL, f"dataset.path={text}", BF16, *options, f"checkpoint.load={source}")
+        assert refused.code == 2
+        assert "FP8 does not hold" in refused.err
+        assert "hostward checkpoint convert FOLDER OUT --to fp8-moments" in refused.err
+
+    rounded = tmp_path / "fp8-moments"
+    tensors, plain = saved(rounded)
+    assert plain["optimizer"]["moments"] == {"exp_avg": "fp8", "exp_avg_sq": "fp8"}
+    moments = [name for name in tensors if name.endswith(("/exp_avg", "/exp_avg_sq"))]
+    assert {tensors[name].dtype for name in moments} == {torch.bfloat16}
+    found = []
+    for fraction, mode in ((0.0, "stream"), (0.5, "snapshot")):
+        to = tmp_path / f"to-{fraction}"
+        words = ["train.train_iters=4", BF16, *options, f"checkpoint.load={rounded}", f"checkpoint.save={to}"]
+        train(*words, *offloaded(fraction), "checkpoint.async_save=true", f"checkpoint.async_save_mode={mode}")
+        found.append(saved(to)[0])
+    assert different(*found) == []
+    assert different(found[0], tensors) != []
+    wide = [
+        "train.train_iters=4",
+        BF16,
+        f"checkpoint.load={tmp_path / 'to-0.5'}",
+        f"checkpoint.save={tmp_path / 'wide'}",
+    ]
+    train(*wide)
+    whole = saved(tmp_path / "wide")[0]
+    assert all(torch.equal(whole[name], found[0][name].float()) for name in moments)

@@ -309,7 +309,7 @@ COMBINATION_CASES: dict[str, tuple[str, str, int, str]] = {
         1,
         ("optimizer.use_torch_optimizer_for_cpu_offload=true with streamed state, which hostward's own kernel steps"),
     ),
-    "torch-optimizer-bf16-state": (
+    "torch-optimizer-short-state": (
         TINY,
         (
             "optimizer.optimizer_cpu_offload=true optimizer.use_torch_optimizer_for_cpu_offload=true "
@@ -317,8 +317,8 @@ COMBINATION_CASES: dict[str, tuple[str, str, int, str]] = {
         ),
         1,
         (
-            "optimizer.use_torch_optimizer_for_cpu_offload=true with state in bf16, which torch's step rounds to "
-            "nearest, where it stalls"
+            "optimizer.use_torch_optimizer_for_cpu_offload=true with state in bf16 or fp8, which torch's step "
+            "rounds to nearest, where it stalls, or does not take"
         ),
     ),
     "bf16-main-params": (

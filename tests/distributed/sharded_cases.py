@@ -306,6 +306,7 @@ def given(
     load: str = "",
     save: str = "",
     dtype: torch.dtype = torch.float32,
+    blocks: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Norms, whole weights and whole state after steps with given gradients.
@@ -314,9 +315,12 @@ def given(
         network: None: it is not sharded.
         bad: the step in which the last rank has a gradient that is not finite.
         load, save: folders of distributed checkpoints, before and after.
+        blocks: each rank's part of a weight is whole blocks of 128 elements, but for that of one that is not trained.
     """
-    model: Any = Net() if network is None else sharded(**network)
+    width = {"width": 512} if blocks else {}
+    model: Any = Net(**width) if network is None else sharded(**width, **network)
     model.to(dtype)
+    model.head.bias.requires_grad_(not blocks)
     optimizer = adamw(model, mix, **options)
     if load:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -325,7 +329,7 @@ def given(
         optimizer.load_state_dict(state["optimizer"])
     told = []
     for step in steps:
-        for name, p in model.named_parameters():
+        for name, p in ((name, p) for name, p in model.named_parameters() if p.requires_grad):
             whole = gradient_of(name, p.shape, step).to(dtype)
             if step == bad and name == "embed.weight":
                 whole[-1, -1] = float("inf")

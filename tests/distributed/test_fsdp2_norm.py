@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +37,22 @@ def test_state_in_bf16_is_rounded_alike_at_every_number_of_ranks_and_placement(
         stepped: World = request.getfixturevalue(ranks)
         found = stepped.run("sharded_cases.given", mix=mix, network={"mesh": mesh}, **options)
         assert found == [expected] * stepped.size
+
+
+def test_fp8_moments_are_the_same_at_every_number_of_ranks_or_refused(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """Blocks are those of the parameter, so a distributed checkpoint of two ranks goes on on four."""
+    eighth = {"exp_avg": torch.uint8, "exp_avg_sq": torch.uint8}
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "state_dtypes": eighth, "blocks": True}
+    expected = given("device", **options)
+    pair, world = (request.getfixturevalue(name) for name in ("pair", "world"))
+    saved = {"steps": (0, 1), "save": str(tmp_path), **options}
+    pair.run("sharded_cases.given", mix="mixed", network={"mesh": "all"}, **saved)
+    found = world.run("sharded_cases.given", network={"mesh": "all"}, steps=(2,), load=str(tmp_path), **options)
+    assert [each["bits"] for each in found] == [expected["bits"]] * 4
+    with pytest.raises(Exception, match=r"(?s)moments of '.*' in FP8.*does not begin with a block"):
+        pair.run("sharded_cases.given", network={"mesh": "all"}, state_dtypes=eighth)
 
 
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(world: World) -> None:

@@ -36,12 +36,13 @@ LAYOUTS = {
     "bf16-rounded": (1, MasterKind.WEIGHT),
 }
 COMBINATIONS = list(itertools.product(GRADS, LAYOUTS))
-MOMENTS = {"fp32": (False, False), "bf16": (True, True), "bf16-fp32": (True, False), "fp32-bf16": (False, True)}
-"""Which of exp_avg and exp_avg_sq are bf16."""
+MOMENTS = {name: tuple(name.split("-")) for name in ("fp32-fp32", "bf16-bf16", "bf16-fp32", "fp32-bf16")}
+"""Dtypes of exp_avg and exp_avg_sq."""
+FP8_MOMENTS = {name: tuple(name.split("-")) for name in ("fp8-fp8", "fp8-fp32", "bf16-fp8")}
 
 
 def bits_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    return array.view({2: np.uint16, 4: np.uint32, 8: np.uint64}[array.dtype.itemsize])
+    return array.view({1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[array.dtype.itemsize])
 
 
 def assert_bits(name: str, got: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> None:
@@ -102,7 +103,7 @@ class Case:
     seed: int = 0
     hyper: reference.Hyper = HYPER
     tables: tuple[Any, Any] = TABLES
-    moments: str = "fp32"
+    moments: str = "fp32-fp32"
     slabs: dict[str, np.ndarray[Any, Any]] = field(init=False)
     starts: list[int] = field(init=False)
 
@@ -111,6 +112,10 @@ class Case:
         gaps = np.cumsum([self.gap] * len(self.lengths))
         self.starts = [int(s) for s in np.cumsum([0, *self.lengths[:-1]]) + gaps] if self.lengths else []
         n = self.starts[-1] + self.lengths[-1] + self.gap
+        self.short = (MOMENTS | FP8_MOMENTS)[self.moments]
+        if "fp8" in self.short:  # ranges begin where blocks do
+            ends = np.cumsum([-(-(length + self.gap) // 128) * 128 for length in self.lengths])
+            self.starts, n = [0, *map(int, ends[:-1])], int(ends[-1])
         weight_code, kind = LAYOUTS[self.layout]
         draw = any_bits if self.wild else ordinary
         master = draw(rng, n)
@@ -120,9 +125,12 @@ class Case:
             "exp_avg_sq": draw(rng, n) if self.wild else ordinary(rng, n) ** 2,
             "count": np.array(self.counts or rng.integers(0, 300, len(self.lengths)), dtype=np.int64),
         }
-        for name, short in zip(("exp_avg", "exp_avg_sq"), MOMENTS[self.moments], strict=True):
-            if short:
+        for name, short in zip(("exp_avg", "exp_avg_sq"), self.short, strict=True):
+            if short == "bf16":
                 self.slabs[name] = (self.slabs[name].view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+            elif short == "fp8":  # any bytes are a moment
+                self.slabs[name] = rng.integers(0, 256, n // 128 * 129).astype(np.uint8)
+                self.slabs[name][n:] = np.clip(self.slabs[name][n:], 60, 180)
         if kind is MasterKind.WEIGHT:
             self.slabs["weight"] = as_grad(master, weight_code)  # bf16 ones are cut off
         elif kind is MasterKind.SPLIT:
@@ -133,8 +141,8 @@ class Case:
             self.slabs["weight"] = reference.bf16_bits(master) if weight_code == 1 else master.astype(np.float16)
             self.slabs["master"] = master
         self.device = {name: to_device(slab) for name, slab in self.slabs.items()}
-        for name, short in zip(("exp_avg", "exp_avg_sq"), MOMENTS[self.moments], strict=True):
-            if short:
+        for name, short in zip(("exp_avg", "exp_avg_sq"), self.short, strict=True):
+            if short == "bf16":
                 self.device[name] = self.device[name].view(torch.bfloat16)
         hyper = self.hyper
         self.constants = [
@@ -215,17 +223,24 @@ class Case:
             else:
                 master = s["weight" if kind is MasterKind.WEIGHT else "master"][part]
             s["count"][i] += 1
+            moments = [self._moment(name, start, length) for name in ("exp_avg", "exp_avg_sq")]
             p, m, v = reference.adamw(
                 master,
-                s["exp_avg"][part],
-                s["exp_avg_sq"][part],
+                *moments,
                 s["grad"][part],
                 int(s["count"][i]),
                 self.hyper,
                 self.tables,
                 scale,
             )
-            s["exp_avg"][part], s["exp_avg_sq"][part] = m, v
+            for name, value in (("exp_avg", m), ("exp_avg_sq", v)):
+                if value.dtype == np.uint8:
+                    codes, scales = (each.reshape(-1) for each in reference.fp8_parts(value))
+                    (mine, of_blocks), blocks = reference.fp8_parts(s[name]), len(scales)
+                    mine.reshape(-1)[part] = codes[:length]
+                    of_blocks[start // 128 : start // 128 + blocks] = scales
+                else:
+                    s[name][part] = value
             if kind is MasterKind.WEIGHT:
                 bits_of(s["weight"])[part] = bits_of(p)
             elif kind is MasterKind.SPLIT:
@@ -233,6 +248,14 @@ class Case:
             else:
                 weight = reference.fp16_weight(p) if self.layout == "fp16-plain" else reference.bf16_bits(p)
                 bits_of(s["weight"])[part], bits_of(s["master"])[part] = bits_of(weight), bits_of(p)
+
+    def _moment(self, name: str, start: int, length: int) -> np.ndarray[Any, Any]:
+        """A range's elements of a moment; of an FP8 one its blocks, of which the last holds bytes of others too."""
+        slab, first, last = self.slabs[name], start // 128, -(-(start + length) // 128)
+        if slab.dtype != np.uint8:
+            return slab[start : start + length]
+        codes, scales = reference.fp8_parts(slab)
+        return np.concatenate([codes[first:last].reshape(-1), scales[first:last]])
 
     def check(self) -> None:
         """All memory, between the ranges too."""

@@ -17,7 +17,7 @@ from hostward.checkpoint import api, staging
 from hostward.checkpoint.save_plan import PiecePlanner
 from hostward.kernels import reference
 from hostward.kernels.cpu.memory_copy import copy
-from hostward.optim.bucket_state import same_bits
+from hostward.optim.bucket_state import fp8_values, same_bits
 from hostward.optim.state_reader import Readers, Source, Stretch
 from hostward.runtime.cuda.backend import CudaBackend
 from hostward.schedule.ops import Lane
@@ -105,6 +105,26 @@ def test_state_in_stretches_that_lie_anywhere_is_put_together(there: tuple[str, 
     for start, size in ((0, 3000), (500, 2000), (999, 2), (1000, 1000)):
         expected = state[start : start + size]
         assert same_bits(source.read([start], [size], torch.full([8 * size], 0x5A, dtype=torch.uint8)), expected)
+
+
+@pytest.mark.parametrize("there", list(itertools.product(("cpu", "cuda"), repeat=2)))
+def test_fp8_moments_whose_bytes_lie_anywhere_are_read_as_bf16(there: tuple[str, str]) -> None:
+    backend = CudaBackend(torch.device("cuda"))
+    generator = torch.Generator().manual_seed(4)
+    codes = torch.randint(0, 256, (2048,), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(100, 130, (16,), dtype=torch.uint8, generator=generator)
+    whole = fp8_values(codes, scales, "exp_avg")
+    stretches = tuple(
+        Stretch(
+            1024 * i, 1024 * (i + 1), codes[1024 * i :][:1024].to(at), scales=scales[8 * i :][:8].to(at), role="exp_avg"
+        )
+        for i, at in enumerate(there)
+    )
+    torch.cuda.synchronize()
+    source = Source(whole.shape, torch.bfloat16, stretches, torch.empty(2048, device="meta"), backend, Readers())
+    for start, size in ((0, 2048), (500, 1100), (1023, 2), (130, 1)):
+        room = torch.full([4 * size], 0x5A, dtype=torch.uint8)
+        assert same_bits(source.read([start], [size], room), whole[start : start + size])
 
 
 def test_what_is_fetched_does_not_wait_for_gradients() -> None:

@@ -68,6 +68,9 @@ def launches() -> list[tuple[str, Launch]]:
     found.append(("step-bf16", bound[0]))
     bound = adamw.bind(table, 2, blocks, (1, 1, 0), short, constants, zeros(f32, 1), zeros(i32, 1), None)
     found.append(("step-rounded", bound[0]))
+    eighth = zeros(torch.uint8, 129), zeros(torch.uint8, 129), zeros(torch.int16)
+    bound = adamw.bind(table, 2, blocks, (1, 1, 1), eighth, constants, zeros(f32, 1), zeros(i32, 1), None)
+    found.append(("step-fp8", bound[0]))
     del found[2]  # its twin with the long table is the same program but for one width, as the second `advance` shows
     found.append(("partials", norm.bind_partials(zeros(i64, 6).view(2, 3), blocks, 1, zeros(i64), zeros(i32))[0]))
     found.append(("totals", norm.bind_totals(zeros(i64), zeros(i32), zeros(i32, 1), zeros(i64, 2))))

@@ -16,6 +16,7 @@ Array = Any
 
 GRADS = ("fp32", "bf16", "fp16")
 MOMENTS = (("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "bf16"))
+FP8_MOMENTS = (("fp8", "fp8"), ("fp8", "fp32"), ("fp32", "fp8"), ("fp8", "bf16"), ("bf16", "fp8"))
 LAYOUTS = ("fp32", "split", "bf16", "fp16", "rounded")
 """fp32 weight; split bf16; bf16 or fp16 with an fp32 master; bf16 without one, rounded at random."""
 HYPER = reference.Hyper(lr=3e-4, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8)
@@ -59,7 +60,11 @@ def random_floats(rng: np.random.Generator, n: int, special: float) -> Array:
     return np.where(chosen, rng.choice(SPECIAL_BITS, n), bits).astype(np.uint32).view(np.float32)
 
 
-def as_moment(values: Array, dtype: str) -> Array:
+def as_moment(values: Array, dtype: str, *, signed: bool = True) -> Array:
+    """What a moment may hold, close to these values; FP8 as the bytes of elements and then of blocks."""
+    if dtype == "fp8":
+        random = np.zeros(values.size, np.uint32)
+        return reference.fp8_at_random(reference.canonical(values), random, signed=signed)
     return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16) if dtype == "bf16" else values
 
 
@@ -120,7 +125,7 @@ class Case:
             as_grad(random_floats(rng, n, special), grad_dtype),
             as_main(reference.canonical(random_floats(rng, n, special)), layout),
             as_moment(random_floats(rng, n, special), moments[0]),
-            as_moment(np.abs(random_floats(rng, n, special)), moments[1]),
+            as_moment(np.abs(random_floats(rng, n, special)), moments[1], signed=False),
         )
 
     def expected(self, step: int = 1, scale: float = 1.0, hyper: reference.Hyper = HYPER) -> dict[str, Array]:

@@ -164,6 +164,7 @@ def test_every_kernel_of_this_package_has_the_parameters_that_are_passed() -> No
         "advance",
         "step-bf16",
         "step-rounded",
+        "step-fp8",
         "partials",
         "totals",
         "finish",

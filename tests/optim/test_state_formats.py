@@ -22,13 +22,16 @@ from optimizer_cases import (
 from torch.distributed.checkpoint import CheckpointException
 
 import hostward
+from hostward.distributed.flat_shards import FlatPart, FlatShards
 from hostward.errors import CheckpointError, ConfigError
+from hostward.runtime.backend import Tier
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.uint8
 Form = tuple[torch.dtype, ...]
 """Dtypes of exp_avg, exp_avg_sq and, where it is not fp32, main_param."""
-MOMENTS = {"both": (BF16, BF16), "first": (BF16, FP32), "second": (FP32, BF16)}
-FORMATS = {**MOMENTS, "main": (FP32, FP32, BF16), "all": (BF16, BF16, BF16)}
+BF16_MOMENTS = {"both": (BF16, BF16), "first": (BF16, FP32), "second": (FP32, BF16)}
+MOMENTS = {**BF16_MOMENTS, "fp8": (FP8, FP8), "fp8-fp32": (FP8, FP32), "bf16-fp8": (BF16, FP8)}
+FORMATS = {**MOMENTS, "least": (FP8, FP8, BF16), "main": (FP32, FP32, BF16), "all": (BF16, BF16, BF16)}
 
 
 def dtypes_of(form: Form) -> dict[str, torch.dtype]:
@@ -78,7 +81,18 @@ def test_state_is_that_many_bytes_smaller_wherever_it_is_stored() -> None:
     assert sizes[BF16, BF16, BF16][1] < 0.42 * sizes[FP32, FP32][1]
 
 
-@pytest.mark.parametrize("form", [FORMATS["both"], FORMATS["all"]], ids=["both", "all"])
+def test_fp8_moments_are_a_byte_each_and_one_for_128_of_them() -> None:
+    numel, blocks = (sum(f(p.numel()) for p in Model().parameters()) for f in (int, lambda n: -(-n // 128)))
+    for moments, size_bytes in (((FP8, FP8), 4 * numel + 2 * blocks), ((FP8, FP32, BF16), 5 * numel + blocks)):
+        _, optimizer = made(BF16, moments, **MIXES["mixed"])
+        assert optimizer.plan.state_bytes == size_bytes
+        padded = sum(bucket.padded_state_bytes for bucket in optimizer.inventory.buckets)
+        tiers = [optimizer.backend.ledger.by_owner(tier) for tier in Tier]
+        held = [owners.get(part, 0) for owners in tiers for part in ("exp_avg", "exp_avg_sq", "remainder")]
+        assert sum(held) == padded < 1.3 * size_bytes  # small tensors are padded to blocks
+
+
+@pytest.mark.parametrize("form", [FORMATS[name] for name in ("both", "all", "fp8", "least")])
 def test_a_saved_state_goes_on_at_another_placement_and_widens_exactly(form: Form) -> None:
     model, optimizer = made(BF16, form, **MIXES["host"])
     step(model, optimizer, range(2))
@@ -118,6 +132,54 @@ def test_fp32_moments_are_not_rounded_in_silence() -> None:
     rounded = values["exp_avg_sq"].to(BF16)
     optimizer.set_state_of(name, {"exp_avg": values["exp_avg"], "exp_avg_sq": rounded})
     assert torch.equal(optimizer.state_of(name)["exp_avg_sq"], rounded)
+
+
+@pytest.mark.parametrize("mix", ["host", "mixed"])
+def test_parts_of_fp8_moments_are_read_wherever_they_begin_in_a_block(mix: str) -> None:
+    model, optimizer = made(BF16, FORMATS["fp8"], **MIXES[mix])
+    step(model, optimizer, range(2))
+    sources = optimizer.sources()
+    for name, rows in (("layers.0.weight", 129), ("embed.weight", 300)):
+        for role in ("exp_avg", "exp_avg_sq"):
+            source, whole = sources.state[name][role], optimizer.state_of(name)[role]
+            for first, count in ((0, rows), (5, 3), (rows - 1, 1)):
+                room = torch.full((whole[0].nbytes * count,), 0x5A, dtype=torch.uint8)
+                box = source.read([first, 0], [count, whole.shape[1]], room)
+                assert torch.equal(box, whole[first : first + count])
+                taken = sum(stop - start for _, start, stop in source.memory_of([first, 0], [count, whole.shape[1]]))
+                assert 0 <= taken - box.numel() <= -(-box.numel() // 128) + 2
+
+
+@pytest.mark.parametrize("given", [FORMATS["both"], FORMATS["fp8-fp32"], (FP32, FP32)])
+def test_other_moments_are_not_rounded_to_fp8_in_silence(given: Form) -> None:
+    """FP8 ones in bf16 are, wherever their block is; any others are not."""
+    model, whole = made(BF16, given)
+    step(model, whole, range(2))
+    narrow, optimizer = made(BF16, FORMATS["fp8"], **MIXES["mixed"])
+    step(narrow, optimizer, range(1))
+    before = snapshot(narrow, optimizer)
+    text = r"(?s)exp_avg(_sq)? .*(FP8 does not hold|16 of its 32 bits would be lost)"
+    with pytest.raises(CheckpointError, match=text):
+        optimizer.load_state_dict(whole.state_dict())
+    name = "layers.0.weight"
+    with pytest.raises(CheckpointError, match=text):
+        optimizer.set_state_of(name, {"exp_avg_sq": whole.state_of(name)["exp_avg_sq"]})
+    assert_equal(snapshot(narrow, optimizer), before)
+    doubled = 2 * optimizer.state_of(name)["exp_avg_sq"]
+    optimizer.set_state_of(name, {"exp_avg_sq": doubled})
+    assert torch.equal(optimizer.state_of(name)["exp_avg_sq"], doubled)
+
+
+def test_parts_of_parameters_that_cut_a_block_are_refused() -> None:
+    for cut in (128, 100):
+        parts = {"a": FlatPart("w", 0, cut, 300), "b": FlatPart("w", cut, 300, 300)}
+        weights = [(n, torch.nn.Parameter(torch.zeros(p.stop - p.start, dtype=BF16))) for n, p in parts.items()]
+        options: dict[str, Any] = {"state_dtypes": dtypes_of(FORMATS["fp8"]), "shards": [FlatShards(parts)]}
+        if cut == 128:
+            adamw(weights, **options)
+        else:
+            with pytest.raises(ConfigError, match=r"(?s)moments of 'w' in FP8.*does not begin with a block"):
+                adamw(weights, **options)
 
 
 def test_fp32_main_weights_are_not_dropped_in_silence() -> None:
@@ -164,7 +226,7 @@ def test_torchs_distributed_checkpoints_do_not_round_either(tmp_path: Path) -> N
     for saved in ((FP32, FP32), FORMATS["first"]):
         folder = tmp_path / str(saved)
         dcp.save(made(BF16, saved)[1].state_dict(), checkpoint_id=folder, no_dist=True)
-        for wanted in ((FP32, FP32), *MOMENTS.values()):
+        for wanted in ((FP32, FP32), *BF16_MOMENTS.values()):
             optimizer = made(BF16, wanted)[1]
             read = optimizer.state_dict()
             if saved == wanted or wanted == (FP32, FP32):
@@ -185,6 +247,7 @@ def test_torchs_distributed_checkpoints_do_not_round_either(tmp_path: Path) -> N
     [
         ({"state_dtypes": {"exp_avg": torch.float16}}, r"state_dtypes\['exp_avg'\]=torch.float16"),
         ({"state_dtypes": {"master": BF16}}, "state_dtypes has 'master'"),
+        ({"state_dtypes": {"main_param": FP8}}, r"state_dtypes\['main_param'\]=torch.uint8"),
         ({"state_dtypes": {"exp_avg": BF16}, "use_torch_optimizer": True}, "weights stall"),
         ({"state_dtypes": {"main_param": BF16}, "dtype": FP32}, "main_param in bf16, and weights in torch.float32"),
         ({"state_dtypes": {"main_param": BF16}, "dtype": torch.float16}, "weights in torch.float16"),

@@ -56,7 +56,15 @@ from hostward.checkpoint.writer import in_threads
 from hostward.core.inventory import MOMENTS
 from hostward.errors import CheckpointError
 from hostward.model.parameter_names import matched
-from hostward.optim.state_dict import PiecewiseState, drops_masters, loads, rounds, would_round
+from hostward.optim.state_dict import (
+    PiecewiseState,
+    checked_dtypes,
+    drops_masters,
+    loads,
+    require_fp8,
+    rounds,
+    would_round,
+)
 from hostward.plan.memory_model import LOADED_AT_ONCE_BYTES, writer_count
 
 _SHOWN_NAMES = 3
@@ -208,6 +216,9 @@ def load_with_state(
         CheckpointError: as `load`; reading the state may raise it, too.
     """
     path = Path(path)
+    if optimizer.state_format.fp8_moments:  # in a checkpoint all short moments are bf16
+        said = cast("Mapping[str, Any]", read_plain(path).get("optimizer", {}))
+        require_fp8(checked_dtypes(said, optimizer.state_format), optimizer.state_format)
     known = {name for settings in optimizer.param_groups for name in settings["param_names"]}
     # Not written to, and so no memory of the host yet.
     state = empty_optimizer_tensors(optimizer, known)

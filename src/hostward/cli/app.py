@@ -314,9 +314,9 @@ def convert(
         str,
         typer.Option(
             "--to",
-            metavar="safetensors|torch|bf16-moments|bf16-main-params",
-            help="Weights for transformers, all for torch.optim, or a checkpoint with its moments rounded to bf16, or "
-            "without the fp32 main weights of its bf16 weights.",
+            metavar="safetensors|torch|bf16-moments|fp8-moments|bf16-main-params",
+            help="Weights for transformers, all for torch.optim, or a checkpoint with its moments rounded to bf16 or "
+            "FP8, or without the fp32 main weights of its bf16 weights.",
         ),
     ] = "safetensors",
 ) -> None:

@@ -28,18 +28,23 @@ SMALLEST_BUCKET_CAP = 64 * 1024
 LARGEST_BUCKET_CAP = 64 * 1024 * 1024
 RANGE_ALIGNMENT_ELEMENTS = 128
 """Ranges start at a multiple of this within their bucket: 256 bytes of 16-bit elements, for vector code."""
+FP8_BLOCK = RANGE_ALIGNMENT_ELEMENTS
+"""So many elements of an FP8 moment share a scale, counted from the parameter's first. Ranges are whole blocks."""
 
 
 class Dtype(StrEnum):
-    """Name the element types of weights and gradients."""
+    """Name the element types of weights, gradients and moments."""
 
     FP32 = "fp32"
     BF16 = "bf16"
     FP16 = "fp16"
+    FP8 = "fp8"
+    """Moments only: 8 bits per element, and 8 bits per block of FP8_BLOCK elements."""
 
     @property
     def itemsize_bytes(self) -> int:
-        return 4 if self is Dtype.FP32 else 2
+        """Return the bytes per element, without those of blocks."""
+        return {Dtype.FP32: 4, Dtype.FP8: 1}.get(self, 2)
 
 
 class MasterKind(StrEnum):
@@ -56,14 +61,14 @@ class MasterKind(StrEnum):
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of the moments."""
 MAIN_PARAM = "main_param"
-"""Name of the main weight in `state_dtypes`."""
+"""`state_dtypes` names the main weight so."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateFormat:
     """Say how the optimizer stores state: the one value that bytes, buffers, copies and kernels follow from.
 
-    The dtypes of the moments are fp32 or bf16, each by itself. `main_param` is that of the main weights of bf16
+    The dtypes of the moments are fp32, bf16 or fp8, each by itself. `main_param` is that of the main weights of bf16
     weights: fp32, or bf16, where the weight is all there is. `split_master`: of an fp32 main weight of a bf16 weight
     only the low 16 bits are stored, besides the weight.
     """
@@ -75,10 +80,10 @@ class StateFormat:
 
     def __post_init__(self) -> None:
         for name, dtype in self.dtypes.items():
-            if dtype not in (Dtype.FP32, Dtype.BF16):
+            if dtype is Dtype.FP16 or (dtype is Dtype.FP8 and name == MAIN_PARAM):
                 raise ConfigError(
                     f"{name} in {dtype}",
-                    why="state is stored in fp32 or bf16; fp16 has too few exponents for squares of gradients",
+                    why="fp16 has too few exponents for squares of gradients, and fp8 too few bits for weights",
                     fix=f"{name} in fp32 or bf16",
                 )
 
@@ -118,17 +123,29 @@ class StateFormat:
         """Return whether both moments are fp32."""
         return self.exp_avg is self.exp_avg_sq is Dtype.FP32
 
+    @property
+    def fp8_moments(self) -> int:
+        """Return how many of the two moments are FP8."""
+        return sum(dtype is Dtype.FP8 for dtype in self.moments.values())
+
+    def scale_bytes(self, elements: int) -> int:
+        """Return the bytes of the blocks of so many elements of one parameter, in all moments together."""
+        return self.fp8_moments * -(-elements // FP8_BLOCK)
+
     def saved_element_bytes(self, dtype: Dtype) -> int:
-        """Return the bytes per element of a saved state of weights of this dtype.
+        """Return the bytes per element of a saved state of weights of this dtype. FP8 moments are saved in bf16.
 
         Raises:
             ConfigError: see `master_kind`.
         """
-        moments = sum(moment.itemsize_bytes for moment in self.moments.values())
+        moments = sum(max(moment.itemsize_bytes, 2) for moment in self.moments.values())
         return moments + (0 if self.master_kind(dtype) is MasterKind.WEIGHT else 4)
 
     def parts(self, kind: MasterKind) -> tuple[int, ...]:
-        """Return the bytes per element of exp_avg, exp_avg_sq and, if any, what is stored of the main weight."""
+        """Return the bytes per element of exp_avg, exp_avg_sq and, if any, what is stored of the main weight.
+
+        Those of blocks come besides.
+        """
         return tuple(
             size for size in (self.exp_avg.itemsize_bytes, self.exp_avg_sq.itemsize_bytes, _LOW_BYTES[kind]) if size
         )
@@ -136,6 +153,11 @@ class StateFormat:
 
 _LOW_BYTES = {MasterKind.WEIGHT: 0, MasterKind.SPLIT: 2, MasterKind.PLAIN: 4}
 FP32_STATE = StateFormat()
+
+
+def stored_elements(dtype: Dtype, elements: int) -> int:
+    """Return the length of the buffer of a moment of this many elements, which are whole blocks: FP8 ends in scales."""
+    return elements + elements // FP8_BLOCK if dtype is Dtype.FP8 else elements
 
 
 def state_bytes_per_element(kind: MasterKind, form: StateFormat = FP32_STATE) -> int:
@@ -231,12 +253,29 @@ class Bucket:
         return host_bytes_per_element(self.dtype, self.kind, self.form)
 
     @cached_property
+    def scale_bytes(self) -> int:
+        """Return the bytes of the blocks of FP8 moments."""
+        return sum(self.form.scale_bytes(r.numel) for r in self.ranges)
+
+    @cached_property
     def state_bytes(self) -> int:
-        return self.numel * self.state_element_bytes
+        return self.numel * self.state_element_bytes + self.scale_bytes
 
     @cached_property
     def host_bytes(self) -> int:
-        return self.numel * self.host_element_bytes
+        return self.numel * self.host_element_bytes + self.scale_bytes
+
+    @cached_property
+    def padded_parts(self) -> tuple[int, ...]:
+        """Return the bytes of each buffer of the state: exp_avg, exp_avg_sq and, if any, the master's part."""
+        padded = self.offsets[-1]
+        sizes = list(self.form.parts(self.kind))
+        moments = zip(self.form.moments.values(), sizes, strict=False)
+        return (*(stored_elements(dtype, padded) * size for dtype, size in moments), *(padded * n for n in sizes[2:]))
+
+    @cached_property
+    def padded_state_bytes(self) -> int:
+        return sum(self.padded_parts)
 
     @cached_property
     def rows(self) -> dict[str, Any]:

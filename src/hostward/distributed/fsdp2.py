@@ -79,6 +79,23 @@ class Layout:
         """
         return self.rows(0)[0] * math.prod(self.shape[1:]) if self.shape and self.is_run else 0
 
+    def cuts_at_multiples_of(self, elements: int) -> bool:
+        """Return whether the ranks' parts consist of runs that begin at multiples of so many of its elements.
+
+        The answer is the same on all ranks.
+        """
+        for dim in {split.dim for split in self.splits}:
+            parts = [(0, self.shape[dim])]
+            for split in (s for s in self.splits if s.dim == dim):
+                parts = [split.cut(*part, index) for part in parts for index in range(split.n_parts)]
+            row = math.prod(self.shape[dim + 1 :])
+            inner_cuts = {first for first, _ in parts if first < self.shape[dim]} | (
+                {self.shape[dim]} if dim else set()
+            )
+            if any(first * row % elements for first in inner_cuts):
+                return False
+        return True
+
     def shared_chunks(self) -> list[int]:
         """Return the norm chunks that several ranks share, as ascending indices in the parameter."""
         if not self.is_run or not self.splits:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 
 NORM_CHUNK = 4096
+FP8_BLOCK = 128
 ALL_ZERO = int(np.iinfo(np.int32).min)
 NOT_FINITE = int(np.iinfo(np.int32).max)
 
@@ -106,6 +107,68 @@ def bf16_at_random(values: Array, random: Array) -> Array:
     return ((values.view(np.uint32) + random) >> np.uint32(16)).astype(np.uint16)
 
 
+def fp8_parts(moment: Array) -> tuple[Array, Array]:
+    """Return views of an FP8 moment: the bytes of its elements [blocks, 128], and those of its blocks [blocks]."""
+    blocks = moment.size // (FP8_BLOCK + 1)
+    return moment[: blocks * FP8_BLOCK].reshape(blocks, FP8_BLOCK), moment[blocks * FP8_BLOCK :]
+
+
+def float_of_fp8(moment: Array, *, signed: bool) -> Array:
+    """Convert an FP8 moment to float32, exactly.
+
+    Args:
+        moment: uint8 [129 b], see `fp8_at_random`.
+        signed: whether it is exp_avg.
+
+    Returns:
+        float32 [128 b].
+    """
+    codes, tops = fp8_parts(moment)
+    code, top = codes.astype(np.uint32), np.maximum(tops, 32).astype(np.uint32)[:, None]
+    if not signed:
+        bits: Array = np.where(code == 0, np.uint32(0), (code + 8 * top - 248) << np.uint32(20))
+        return bits.view(np.float32).reshape(-1)
+    magnitude = code & np.uint32(127)
+    small = magnitude.astype(np.float32) * ((top - 17) << np.uint32(23)).view(np.float32)
+    bits = np.where(magnitude < 8, small.view(np.uint32), (magnitude + 8 * top - 120) << np.uint32(20))
+    values: Array = bits | ((code & np.uint32(128)) << np.uint32(24))
+    return values.view(np.float32).reshape(-1)
+
+
+def fp8_at_random(values: Array, random: Array, *, signed: bool) -> Array:
+    """Round float32 to an FP8 moment, away from zero with a probability of what would be cut off.
+
+    Args:
+        values: float32 [n], NaNs canonical.
+        random: uint32 [n] below 2**16.
+        signed: whether it is exp_avg: sign, 4 bits of exponent and 3 of mantissa, with denormals. exp_avg_sq has 5 bits
+            of exponent and none, and becomes zero only where it is zero.
+
+    Returns:
+        uint8 [129 b], b the number of blocks of 128 elements, the last one filled up with zeros: a byte for each
+        element, then one for each block, the largest exponent in it and at least 32.
+    """
+    blocks = -(-values.size // FP8_BLOCK)
+    bits, random = (
+        np.pad(each, (0, blocks * FP8_BLOCK - values.size)).reshape(blocks, FP8_BLOCK)
+        for each in (values.view(np.uint32), (random << np.uint32(4)) + np.uint32(8))
+    )
+    magnitude = bits & np.uint32(0x7FFFFFFF)
+    largest = (magnitude + random).max(axis=1, initial=0) >> np.uint32(23)
+    tops = np.maximum(largest, np.uint32(32))
+    top = tops[:, None].astype(np.int64)
+    if signed:
+        field = (magnitude >> np.uint32(23)).astype(np.int64)
+        mantissa = (magnitude & np.uint32(0x7FFFFF)).astype(np.int64) | np.where(field > 0, 0x800000, 0)
+        above = np.maximum(field, 1) + 14 - top
+        units = ((mantissa >> np.clip(-above, 0, 24)) + random) >> 20
+        codes = 8 * np.maximum(above, 0) + units + ((bits >> np.uint32(31)) << np.uint32(7))
+    else:
+        found = ((magnitude + random) >> np.uint32(20)).astype(np.int64)
+        codes = np.where(found == 0, 0, np.maximum(found - (8 * top - 248), 1))
+    return np.concatenate([codes.reshape(-1), tops]).astype(np.uint8)
+
+
 def table_entry(table: Array, other: Array, step: int) -> int:
     """Return the table index for `step`: the step itself, or the last entry where both tables have reached 1.
 
@@ -134,7 +197,8 @@ def adamw(
 
     Args:
         master: float32, or bf16 bits in uint16, which are then the weight as well.
-        exp_avg, exp_avg_sq: float32, or bf16 bits in uint16, each of its own dtype.
+        exp_avg, exp_avg_sq: float32, or bf16 bits in uint16, or FP8 in uint8 (`fp8_at_random`: all arrays then have one
+            dimension, and begin where a block does), each of its own dtype.
         grad: float32, float16, or bf16 bits in uint16.
         step: the step being taken, 1 for the first.
         hyper, tables: see `hostward.kernels.cpu.adamw.bias_tables`.
@@ -154,17 +218,25 @@ def adamw(
         eps, decay = f32(hyper.eps), f32(1.0 - hyper.lr * hyper.weight_decay)
         step_size, isb2 = f32(hyper.lr / tables[0][entry]), f32(tables[1][entry])
         g = float_of(grad) * f32(scale)
-        m = (b1 * float_of(exp_avg)) + (omb1 * g)
-        v = (b2 * float_of(exp_avg_sq)) + ((omb2 * g) * g)
+        m = (b1 * _moment(exp_avg, g.size, signed=True)) + (omb1 * g)
+        v = (b2 * _moment(exp_avg_sq, g.size, signed=False)) + ((omb2 * g) * g)
         d = (np.sqrt(v) * isb2) + eps
         p = (float_of(master) * decay) - (step_size * (m / d))
     p, m, v = canonical(p), canonical(m), canonical(v)
-    stored = [
-        bf16_at_random(moment, random) if before.dtype == np.uint16 else moment
-        for before, moment, random in zip((exp_avg, exp_avg_sq), (m, v), rounding_bits(m, v, step), strict=True)
-    ]
+    first, second = rounding_bits(m, v, step)
+    stored = _stored(exp_avg.dtype, m, first, signed=True), _stored(exp_avg_sq.dtype, v, second, signed=False)
     new = bf16_at_random(p, weight_random(p, m, v, step)) if master.dtype == np.uint16 else p
     return new, stored[0], stored[1]
+
+
+def _moment(moment: Array, n: int, *, signed: bool) -> Array:
+    return float_of_fp8(moment, signed=signed)[:n] if moment.dtype == np.uint8 else float_of(moment)
+
+
+def _stored(dtype: Any, moment: Array, random: Array, *, signed: bool) -> Array:
+    if dtype == np.uint8:
+        return fp8_at_random(moment, random, signed=signed)
+    return bf16_at_random(moment, random) if dtype == np.uint16 else moment
 
 
 def accumulate(total: Array | None, grad: Array) -> Array:

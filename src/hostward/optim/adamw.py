@@ -52,6 +52,7 @@ from hostward.optim.master_sync import WeightWatch
 from hostward.optim.offloaded_grad import Where
 from hostward.optim.op_binding import Memory
 from hostward.optim.param_groups import (
+    check_blocks,
     check_count,
     check_grad_dtype,
     check_group,
@@ -98,6 +99,7 @@ from hostward.optim.state_dict import (
     checked_settings,
     is_being_wrapped,
     plain,
+    require_fp8,
     require_known,
     require_not_flattened,
     require_uncut,
@@ -237,7 +239,8 @@ class AdamW(torch.optim.Optimizer):
         grad_dtype: in which `.grad` accumulates, as torch.float32 for 16-bit models and several microbatches; or None.
         state_dtypes: dtype of "exp_avg", of "exp_avg_sq" and of "main_param", the main weights of bf16 weights; each
             torch.float32 (also where it is left out) or torch.bfloat16: half of its bytes, rounded at random when it is
-            stored (docs/exactness.md). A main weight in bf16 is the weight, with nothing stored besides.
+            stored (docs/exactness.md). A main weight in bf16 is the weight, with nothing stored besides. Moments may be
+            torch.uint8, too: FP8, with a scale for each 128 elements of the parameter, which ranks must not cut.
         staging_bytes: device memory for GPU staging buffers, at least one bucket; None: as the plan says, or
             what backward frees, and two buckets besides.
         host_threads: threads of the CPU optimizer step; None: the CPUs of this process over its local ranks, less two.
@@ -418,6 +421,7 @@ class AdamW(torch.optim.Optimizer):
         check_no_overlap([*self._tracked, *new])
         require_sharding(self._places, new)
         check_grad_dtype(self._grad_dtype, {t.name: t.parameter for t in new})
+        check_blocks(self.state_format, new, self._shards)
         check_main_params(self.state_format, [t.parameter.dtype for t in (*self._tracked, *new)])
         self.tied.require_known([*self._tracked, *new])
         require_names("uncounted", self._uncounted, [*self._tracked, *new])
@@ -724,8 +728,8 @@ class AdamW(torch.optim.Optimizer):
 
         Returns:
             {"format": 1, "optimizer": "hostward.AdamW", "state": {name: {"step": int64 [], "exp_avg", "exp_avg_sq":
-            float32 (or bfloat16, by `state_dtypes`) [shape], "master": float32 [shape] for 16-bit weights, unless the
-            main weight is the bf16 weight}},
+            float32 (or bfloat16, by `state_dtypes`, also of FP8) [shape], "master": float32 [shape] for 16-bit weights,
+            unless the main weight is the bf16 weight}},
             "param_groups": [{"params": [names], "param_names": [names], "lr", "betas", "eps", "weight_decay",
             ...}]}, and "parts" if parameters are parts of larger ones: {name: {"whole", "start", "stop", "numel"}},
             and "moments": {"exp_avg", "exp_avg_sq"}, their dtypes, if not both are fp32, and "main_param": "bf16".
@@ -932,6 +936,7 @@ class AdamW(torch.optim.Optimizer):
     ) -> Iterable[tuple[str, Mapping[str, Any]]]:
         """Check a saved state, and return its entries by name, to be read once. Raises CheckpointError."""
         if isinstance(state, PiecewiseState):  # whoever made it has compared it
+            require_fp8(form, self.state_format)
             self._access.require_present()
             return state.whole()
         self._access.check(state, form)

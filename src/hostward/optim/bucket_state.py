@@ -1,7 +1,8 @@
 """This module allocates the optimizer state of buckets, and reads and writes it by parameter name.
 
 Tensors of one bucket, all flat and padded to `bucket.offsets[-1]` elements:
-    exp_avg, exp_avg_sq   float32 or bfloat16 (by `bucket.form`), the moments
+    exp_avg, exp_avg_sq   float32 or bfloat16 (by `bucket.form`), the moments; or uint8, FP8 moments, a byte for each
+                          element and then one for each block of 128
     remainder             int16, low 16 bits of the fp32 main weight (split main weights)
     master                float32, the fp32 main weight (plain main weights)
     counts                int64 [ranges], finished steps of each range; where the step runs
@@ -18,12 +19,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise
 
+import numpy as np
 import torch
 
-from hostward.core.inventory import Bucket, MasterKind, Range
+from hostward.core.inventory import FP8_BLOCK, Bucket, Dtype, MasterKind, Range, stored_elements
 from hostward.core.placement import Placement, summed_on_host
 from hostward.errors import HostwardError, PageLockError
-from hostward.runtime.backend import TORCH_DTYPES, Backend, Buffer, Partials, Scalars, Tier, chunks_of
+from hostward.kernels import reference
+from hostward.runtime.backend import STATE_DTYPES, TORCH_DTYPES, Backend, Buffer, Partials, Scalars, Tier, chunks_of
 from hostward.runtime.pinned_memory import require_host_memory
 from hostward.schedule.optimizer import landing_buffer_bytes
 
@@ -88,9 +91,10 @@ def host_bytes(buckets: Sequence[Bucket], placements: Sequence[Placement], gradi
     total = 0
     for b, placement, dtype in zip(buckets, placements, gradients, strict=True):
         if placement is Placement.HOST:
-            total += b.offsets[-1] * (b.host_element_bytes + dtype.itemsize) + 8 * len(b.ranges)
+            beside = b.dtype.itemsize_bytes + dtype.itemsize
+            total += b.padded_state_bytes + b.offsets[-1] * beside + 8 * len(b.ranges)
         elif placement is Placement.STREAMED:
-            total += b.offsets[-1] * b.state_element_bytes
+            total += b.padded_state_bytes
     return total
 
 
@@ -122,9 +126,9 @@ def allocate_states(
         pinned = placement is Placement.STREAMED
         moments: dict[str, dict[int, Buffer]] = {"exp_avg": {}, "exp_avg_sq": {}}
         for role, found in moments.items():
-            for dtype, torch_dtype in TORCH_DTYPES.items():
+            for dtype, torch_dtype in STATE_DTYPES.items():
                 of_dtype = [i for i in chosen if getattr(buckets[i].form, role) is dtype]
-                sizes = [buckets[i].offsets[-1] for i in of_dtype]
+                sizes = [stored_elements(dtype, buckets[i].offsets[-1]) for i in of_dtype]
                 found.update(zip(of_dtype, take(tier, sizes, torch_dtype, role, pinned), strict=True))
         stepping = Tier.HOST if placement is Placement.HOST else Tier.DEVICE
         counts = take(stepping, [len(buckets[i].ranges) for i in chosen], torch.int64, "step counts")
@@ -220,13 +224,55 @@ def pieces(states: Sequence[BucketState]) -> dict[str, list[tuple[BucketState, i
 
 
 def slab_views(state: BucketState, index: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (role, flat view) of one range's moments, and of its fp32 main weight's own bytes where it has any."""
+    """Yield (role, flat view) of one range's moments, and of its fp32 main weight's own bytes where it has any.
+
+    Those of FP8 moments are their bytes, and "exp_avg_scales" or "exp_avg_sq_scales" those of their blocks.
+    """
     start, stop = list(pairwise(state.bucket.offsets))[index]
     stop = start + state.bucket.ranges[index].numel
-    yield "exp_avg", state.exp_avg.data[start:stop]
-    yield "exp_avg_sq", state.exp_avg_sq.data[start:stop]
+    for role, moment in (("exp_avg", state.exp_avg.data), ("exp_avg_sq", state.exp_avg_sq.data)):
+        yield role, moment[start:stop]
+        if getattr(state.bucket.form, role) is Dtype.FP8:
+            scales = moment[state.bucket.offsets[-1] :]
+            yield f"{role}_scales", scales[start // FP8_BLOCK : -(-stop // FP8_BLOCK)]
     if state.low is not None:
         yield ("remainder" if state.bucket.kind is MasterKind.SPLIT else "master"), state.low.data[start:stop]
+
+
+def fp8_values(codes: torch.Tensor, scales: torch.Tensor, role: str, first: int = 0) -> torch.Tensor:
+    """Return the values of elements of an FP8 moment on the CPU, bfloat16, exactly.
+
+    Args:
+        codes: uint8 [n], the bytes of elements that follow one another, of which the first is element `first` of its
+            block.
+        scales: uint8, the bytes of all blocks that they are in.
+        role: "exp_avg" or "exp_avg_sq".
+    """
+    whole = np.zeros(len(scales) * (FP8_BLOCK + 1), dtype=np.uint8)
+    whole[first : first + len(codes)] = codes.cpu().numpy()
+    whole[len(scales) * FP8_BLOCK :] = scales.cpu().numpy()
+    values = reference.float_of_fp8(whole, signed=role == "exp_avg")[first : first + len(codes)]
+    return torch.from_numpy(values).to(torch.bfloat16)
+
+
+def fp8_stored(values: torch.Tensor, role: str, *, nearest: bool = False) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return bytes of elements and of blocks that store a moment in FP8; None where some value would change.
+
+    Args:
+        values: flat, bfloat16 or float32, from the first element of a block on.
+        role: "exp_avg" or "exp_avg_sq".
+        nearest: round to nearest instead of returning None.
+    """
+    given = reference.canonical(values.to("cpu", torch.float32).numpy())
+    random = np.full(given.size, 0x8000 if nearest else 0, dtype=np.uint32)
+    stored = reference.fp8_at_random(given, random, signed=role == "exp_avg")
+    codes, scales = (torch.from_numpy(part.reshape(-1)) for part in reference.fp8_parts(stored))
+    codes = codes[: len(values)]
+    if not nearest:
+        kept = reference.float_of_fp8(stored, signed=role == "exp_avg")[: given.size]
+        if not np.array_equal(kept.view(np.uint32), given.view(np.uint32)):
+            return None
+    return codes, scales
 
 
 def join_master(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
@@ -304,7 +350,7 @@ class AllocationRequest:
         for bucket, placement, gradient in zip(self.buckets, self.placements, self.gradients, strict=True):
             per_element = 0
             if placement is Placement.STREAMED:
-                per_element = bucket.state_element_bytes
+                found += bucket.padded_state_bytes
             elif placement is Placement.HOST:
                 per_element = gradient.itemsize * self.pin_gradients
                 per_element += bucket.dtype.itemsize_bytes * self.pin_weights

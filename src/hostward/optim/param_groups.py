@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from hostward.config.schema import alike
-from hostward.core.inventory import MAIN_PARAM, MOMENTS, Dtype, StateFormat
+from hostward.core.inventory import FP8_BLOCK, MAIN_PARAM, MOMENTS, Dtype, StateFormat
 from hostward.core.placement import checked_fraction
+from hostward.distributed.flat_shards import FlatShards
 from hostward.errors import ConfigError, ModelError, UnknownNameError
 from hostward.model.parameters import ParamRecord
 from hostward.optim.placement import AUTO, ShareOf
-from hostward.runtime.backend import DTYPES, Backend
+from hostward.runtime.backend import DTYPES, STATE_DTYPES, Backend
 
 NAMES = ("params", "param_names")
 """Keys of a group that say whose it is."""
@@ -195,18 +196,36 @@ def checked_form(state_dtypes: Mapping[str, torch.dtype] | None, use_torch_optim
         why = "it is of exp_avg, exp_avg_sq and main_param"
         raise ConfigError(f"state_dtypes has {unknown[0]!r}", why=why, fix=fix)
     for name, dtype in asked.items():
-        if dtype not in (torch.float32, torch.bfloat16):
-            raise ConfigError(
-                f"state_dtypes[{name!r}]={dtype}", why="state is stored in torch.float32 or torch.bfloat16", fix=fix
-            )
-    form = StateFormat(**{name: DTYPES[dtype] for name, dtype in asked.items()}, split_master=not use_torch_optimizer)
+        if dtype not in (torch.float32, torch.bfloat16) and (dtype is not torch.uint8 or name == MAIN_PARAM):
+            why = "state is stored in torch.float32 or torch.bfloat16, and moments in torch.uint8 (FP8), too"
+            raise ConfigError(f"state_dtypes[{name!r}]={dtype}", why=why, fix=fix)
+    dtypes = {value: key for key, value in STATE_DTYPES.items()}
+    form = StateFormat(**{name: dtypes[dtype] for name, dtype in asked.items()}, split_master=not use_torch_optimizer)
     if use_torch_optimizer and not form.is_fp32:
         raise ConfigError(
             "state_dtypes with use_torch_optimizer",
-            why="torch's step rounds to nearest what is in bf16, where moments and weights stall",
+            why="torch's step takes no FP8, and rounds to nearest what is in bf16, where moments and weights stall",
             fix="leave one of them out",
         )
     return form
+
+
+def check_blocks(form: StateFormat, tracked: Sequence[ParamRecord], shards: Sequence[FlatShards]) -> None:
+    """Raise ConfigError, on all ranks, where one has a part of a block of an FP8 moment, whose scale is one for all."""
+    if not form.fp8_moments:
+        return
+    cut = next((name for each in shards if (name := each.cut_within(FP8_BLOCK)) is not None), None)
+    for t in (t for t in tracked if t.sharded):
+        from hostward.distributed import fsdp2
+
+        if cut is None and not fsdp2.layout_of(t.name, t.parameter).cuts_at_multiples_of(FP8_BLOCK):
+            cut = t.name
+    if cut is not None:
+        raise ConfigError(
+            f"moments of {cut!r} in FP8, and a rank has a part of it that does not begin with a block",
+            why=f"a block is {FP8_BLOCK} elements, counted from the parameter's first, and they share a scale",
+            fix="moments in torch.bfloat16, or ranks that divide the parameter so",
+        )
 
 
 def check_main_params(form: StateFormat, weights: Sequence[torch.dtype]) -> None:

@@ -12,16 +12,25 @@ from typing import Any
 
 import torch
 
-from hostward.core.inventory import FP32_STATE, MAIN_PARAM, MOMENTS, Dtype, MasterKind, Range, StateFormat
+from hostward.core.inventory import FP8_BLOCK, FP32_STATE, MAIN_PARAM, MOMENTS, Dtype, MasterKind, Range, StateFormat
 from hostward.core.placement import Placement
 from hostward.distributed.flat_shards import FlatPart
 from hostward.errors import CheckpointError, ConfigError, ModelError
 from hostward.model.deferred_weights import drop_value, is_away, value_of, waits
 from hostward.model.parameter_names import matched
 from hostward.model.parameters import ParamRecord
-from hostward.optim.bucket_state import BucketState, join_master, rounded, same_bits, slab_views, split_master
+from hostward.optim.bucket_state import (
+    BucketState,
+    fp8_stored,
+    fp8_values,
+    join_master,
+    rounded,
+    same_bits,
+    slab_views,
+    split_master,
+)
 from hostward.optim.param_groups import NAMES, check_group, shown
-from hostward.runtime.backend import DTYPES, TORCH_DTYPES
+from hostward.runtime.backend import DTYPES, STATE_DTYPES
 
 
 class StateAccess:
@@ -72,7 +81,7 @@ class StateAccess:
         return sum(p.numel() * self._form.saved_element_bytes(DTYPES[p.dtype]) for p in parameters)
 
     def read(self, name: str, *, copy: bool = True) -> dict[str, torch.Tensor]:
-        """Return CPU tensors: step int64 [], moments [shape] as stored, fp32 main weight [shape] where there is one.
+        """Return CPU tensors: step int64 [], moments [shape] as stored (FP8 in bfloat16), fp32 main weight [shape].
 
         They are fresh ones; with copy=False those that are stored on the host in one piece are views of the state
         itself.
@@ -81,11 +90,12 @@ class StateAccess:
         found = [(state, r, dict(slab_views(state, index))) for state, index, r in self._pieces.get(name, ())]
         entry = {}
         for role in MOMENTS:
-            whole = None if copy else _one_view([views[role] for _, _, views in found])
+            fp8 = self._form.moments[role] is Dtype.FP8
+            whole = None if copy or fp8 else _one_view([views[role] for _, _, views in found])
             if whole is None:
                 whole = torch.empty(parameter.numel(), dtype=self._dtypes[role], device="cpu")
                 for _, r, views in found:
-                    whole[r.start : r.stop].copy_(views[role])
+                    _read_moment(views, role, whole[r.start : r.stop])
             entry[role] = whole.view(parameter.shape)
         if self.has_master(name):
             with self._there(name):
@@ -138,7 +148,7 @@ class StateAccess:
         for state, index, r in self._pieces.get(name, ()):
             views = dict(slab_views(state, index))
             for role in MOMENTS:
-                views[role].copy_(saved[role].reshape(-1)[r.start : r.stop])
+                _write_moment(views, role, saved[role].reshape(-1)[r.start : r.stop])
             state.counts.data[index] = int(saved["step"])
             if master is not None:
                 _set_low(state, views, master[r.start : r.stop])
@@ -228,17 +238,24 @@ class StateAccess:
                     f"{role} of parameter {name!r} is {found} in the saved state, expected {expected} {tuple(shape)}",
                     fix="load a state of the same model",
                 )
-            tracked.part_of(value)
+            part = tracked.part_of(value)
+            if role in MOMENTS and self._form.moments[role] is Dtype.FP8 and not _fits_fp8(part.reshape(-1), role):
+                raise rounds_to_fp8(f"{role} of parameter {name!r}")
 
 
 def entry_dtypes(form: StateFormat) -> dict[str, torch.dtype]:
     """Return the dtypes of a state's tensors, moments and fp32 main weights, by role."""
-    return {role: TORCH_DTYPES[dtype] for role, dtype in form.moments.items()} | {"master": torch.float32}
+    return {role: saved_dtype(dtype) for role, dtype in form.moments.items()} | {"master": torch.float32}
+
+
+def saved_dtype(dtype: Dtype) -> torch.dtype:
+    """Return the dtype in which a moment is saved: its own, and bfloat16 for FP8, whose values it holds exactly."""
+    return torch.bfloat16 if dtype is Dtype.FP8 else STATE_DTYPES[dtype]
 
 
 def state_dtypes(form: StateFormat) -> dict[str, torch.dtype]:
     """Return the dtypes of a state's parts by name, as `AdamW(state_dtypes=...)` takes them."""
-    return {name: TORCH_DTYPES[dtype] for name, dtype in form.dtypes.items()}
+    return {name: STATE_DTYPES[dtype] for name, dtype in form.dtypes.items()}
 
 
 def loads(saved: torch.dtype, wanted: torch.dtype, role: str) -> bool:
@@ -258,6 +275,16 @@ def rounds(what: str) -> CheckpointError:
         why="16 of its 32 bits would be lost, and training would not go on as it was",
         fix="leave state_dtypes out (in a run: optimizer.exp_avg_dtype and optimizer.exp_avg_sq_dtype); or round it on "
         "purpose: hostward checkpoint convert FOLDER OUT --to bf16-moments",
+    )
+
+
+def rounds_to_fp8(what: str) -> CheckpointError:
+    """Return the error for moments that FP8 does not hold as they are."""
+    return CheckpointError(
+        f"{what} in the saved state has values that FP8 does not hold, in which this optimizer stores it",
+        why="of each but 3 bits of mantissa would be lost, or it was stored in FP8 in other blocks",
+        fix="leave state_dtypes out (in a run: optimizer.exp_avg_dtype and optimizer.exp_avg_sq_dtype); or round it on "
+        "purpose: hostward checkpoint convert FOLDER OUT --to fp8-moments",
     )
 
 
@@ -305,7 +332,7 @@ def _parts(numel: int) -> Iterator[slice]:
 
 
 _PART_ELEMENTS = 4 << 20
-"""About 80 MB of intermediate results."""
+"""About 80 MB of intermediate results; whole blocks of FP8 moments."""
 
 
 def _one_view(views: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -337,6 +364,33 @@ def _read_master(
         return
     for part in _parts(len(weight)):
         into[part].copy_(join_master(weight[part], views["remainder"][part].to(weight.device)))
+
+
+def _read_moment(views: Mapping[str, torch.Tensor], role: str, into: torch.Tensor) -> None:
+    scales = views.get(f"{role}_scales")
+    if scales is None:
+        into.copy_(views[role])
+        return
+    for part in _parts(len(into)):
+        blocks = scales[part.start // FP8_BLOCK : -(-part.stop // FP8_BLOCK)]
+        into[part].copy_(fp8_values(views[role][part], blocks, role))
+
+
+def _write_moment(views: Mapping[str, torch.Tensor], role: str, value: torch.Tensor) -> None:
+    scales = views.get(f"{role}_scales")
+    if scales is None:
+        views[role].copy_(value)
+        return
+    for part in _parts(len(value)):
+        stored = fp8_stored(value[part], role)
+        if stored is None:
+            raise rounds_to_fp8(role)
+        views[role][part].copy_(stored[0])
+        scales[part.start // FP8_BLOCK : part.start // FP8_BLOCK + len(stored[1])].copy_(stored[1])
+
+
+def _fits_fp8(value: torch.Tensor, role: str) -> bool:
+    return all(fp8_stored(value[part], role) is not None for part in _parts(len(value)))
 
 
 def _set_low(state: BucketState, views: Mapping[str, torch.Tensor], master: torch.Tensor) -> None:
@@ -441,9 +495,16 @@ def checked_dtypes(state_dict: Mapping[str, Any], form: StateFormat) -> StateFor
     except (ValueError, ConfigError) as error:
         raise CheckpointError(f"a saved state has parts of dtypes {dtypes}", why=str(error)) from error
     for role, dtype in form.moments.items():
-        if role in dtypes and dtypes[role] == Dtype.FP32 and dtype is Dtype.BF16:
-            raise rounds(role)
+        if role in dtypes and dtypes[role] == Dtype.FP32 and dtype is not Dtype.FP32:
+            raise rounds(role) if dtype is Dtype.BF16 else rounds_to_fp8(role)
     return saved
+
+
+def require_fp8(saved: StateFormat, form: StateFormat) -> None:
+    """Raise CheckpointError unless moments were saved from FP8 where they are stored in FP8 here."""
+    for role, dtype in form.moments.items():
+        if dtype is Dtype.FP8 and saved.moments[role] is not Dtype.FP8:
+            raise rounds_to_fp8(role)
 
 
 def check_same_cut(state_dict: Mapping[str, Any], parts: Mapping[str, FlatPart], names: Sequence[str]) -> None:

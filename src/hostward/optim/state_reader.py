@@ -13,12 +13,13 @@ from typing import Any, TypeAlias
 
 import torch
 
-from hostward.core.inventory import MOMENTS, MasterKind, Range, StateFormat
+from hostward.core.inventory import FP8_BLOCK, MOMENTS, MasterKind, Range, StateFormat
 from hostward.core.placement import Placement
 from hostward.kernels.cpu.memory_copy import Copy, copy
 from hostward.model.parameters import ParamRecord
-from hostward.optim.bucket_state import BucketState, slab_views
-from hostward.runtime.backend import DTYPES, TORCH_DTYPES, Backend
+from hostward.optim.bucket_state import BucketState, fp8_values, slab_views
+from hostward.optim.state_dict import saved_dtype
+from hostward.runtime.backend import DTYPES, Backend
 
 
 class Readers:
@@ -50,25 +51,35 @@ def as_it_lies(memory: torch.Tensor) -> torch.Tensor:
 class Stretch:
     """Stretch says where elements [start, stop) of a flattened tensor are stored.
 
-    They are in `data`, flat, or are the halves of fp32 main weights, bfloat16 in `data` and int16 in `low`.
+    They are in `data`, flat; or are the halves of fp32 main weights, bfloat16 in `data` and int16 in `low`; or are FP8
+    moments, uint8 in `data` and, for each block from `start` on, in `scales`.
     """
 
     start: int
     stop: int
     data: torch.Tensor
     low: torch.Tensor | None = None
+    scales: torch.Tensor | None = None
+    role: str = ""
+    """FP8 moments are told apart by their names."""
 
     @property
     def memory(self) -> list[torch.Tensor]:
-        return [self.data] if self.low is None else [self.data, self.low]
+        return [memory for memory in (self.data, self.low, self.scales) if memory is not None]
 
     def lies_here(self) -> bool:
         """Return whether the stretch can be read in place."""
-        return self.low is None and on_host(self.data)
+        return len(self.memory) == 1 and on_host(self.data)
 
     def lying(self, where: Where) -> Stretch:
         """Return the same stretch in the memory that `where` returns."""
-        return replace(self, data=where(self.data), low=None if self.low is None else where(self.low))
+        low, scales = (None if memory is None else where(memory) for memory in (self.low, self.scales))
+        return replace(self, data=where(self.data), low=low, scales=scales)
+
+    def parts_of(self, part: slice) -> Iterator[tuple[torch.Tensor, slice]]:
+        """Yield each memory with the elements of it that store elements `part` of the stretch."""
+        for memory in self.memory:
+            yield memory, _blocks(part) if memory is self.scales else part
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +116,8 @@ class Source:
     def memory_of(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[torch.Tensor, int, int]]:
         """Yield the parts of `memory` that store a box, and the bytes [start, stop) it takes of each."""
         for stretch, part in self._found(*self._run(offsets, sizes)):
-            for memory in stretch.memory:
-                yield memory, part.start * memory.itemsize, part.stop * memory.itemsize
+            for memory, taken in stretch.parts_of(part):
+                yield memory, taken.start * memory.itemsize, taken.stop * memory.itemsize
 
     def read(
         self,
@@ -135,6 +146,7 @@ class Source:
         into, halves = room[:nbytes].view(self.dtype), room[nbytes:]
         fetches: list[tuple[torch.Tensor, torch.Tensor]] = []
         copies: list[Copy] = []
+        decoded: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, str, int]] = []
 
         def here(data: torch.Tensor) -> torch.Tensor:
             """Return where it is on the host once `fetches` are made.
@@ -152,7 +164,10 @@ class Source:
         for stretch, part in found:
             data = stretch.data[part]
             begin, end = end, end + len(data)
-            if stretch.low is not None:
+            if stretch.scales is not None:
+                scales = here(stretch.scales[_blocks(part)])
+                decoded.append((into[begin:end], here(data), scales, stretch.role, part.start % FP8_BLOCK))
+            elif stretch.low is not None:
                 copies.append(Copy(into[begin:end], here(data), here(stretch.low[part])))
             elif on_host(data):
                 copies.append(Copy(into[begin:end].view(torch.uint8), data.view(torch.uint8)))
@@ -160,6 +175,8 @@ class Source:
                 fetches.append((into[begin:end], data))
         self.backend.fetch(fetches)
         copy(copies)
+        for place, codes, scales, role, first in decoded:
+            place.copy_(fp8_values(codes, scales, role, first))
         return into.view(tuple(sizes))
 
     def _run(self, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[int, int]:
@@ -172,6 +189,11 @@ class Source:
         for s in self.stretches:
             if s.start < stop and start < s.stop:
                 yield s, slice(max(start, s.start) - s.start, min(stop, s.stop) - s.start)
+
+
+def _blocks(part: slice) -> slice:
+    """Return the blocks of FP8 moments that hold these elements."""
+    return slice(part.start // FP8_BLOCK, -(-part.stop // FP8_BLOCK))
 
 
 def on_host(data: torch.Tensor) -> bool:
@@ -206,8 +228,10 @@ class Describer:
         views = [(state, index, r, dict(slab_views(state, index))) for state, index, r in found]
         made = {}
         for role in MOMENTS:
-            stretches = tuple(Stretch(r.start, r.stop, v[role]) for _, _, r, v in views)
-            made[role] = self._source(tracked, TORCH_DTYPES[getattr(self._form, role)], stretches)
+            stretches = tuple(
+                Stretch(r.start, r.stop, v[role], scales=v.get(f"{role}_scales"), role=role) for _, _, r, v in views
+            )
+            made[role] = self._source(tracked, saved_dtype(self._form.moments[role]), stretches)
         if self._form.master_kind(DTYPES[tracked.local.dtype]) is not MasterKind.WEIGHT:
             weight = _flat(tracked)
             masters = tuple(_master(state, index, r, v, weight) for state, index, r, v in views)

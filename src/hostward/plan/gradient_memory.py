@@ -46,7 +46,7 @@ class Facts:
         """Bucket sizes in elements, with the padding that aligns ranges."""
         self.padded_numel = np.array(self.padded, np.int64)
         self.bucket_itemsize = np.array([bucket.dtype.itemsize_bytes for bucket in buckets], np.int64)
-        self.state_bytes = self.padded_numel * np.array([b.state_element_bytes for b in buckets], np.int64)
+        self.state_bytes = np.array([b.padded_state_bytes for b in buckets], np.int64)
         """Bytes of each bucket's state, with that padding."""
         self.step_counts_bytes = 8 * np.array([len(bucket.ranges) for bucket in buckets], np.int64)
         """Bytes of the step counts of each bucket's ranges."""

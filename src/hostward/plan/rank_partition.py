@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from hostward.core.inventory import SPLIT_ELEMENTS, Bucket, Inventory, Parameter, Range, align, cut_buckets
+from hostward.core.inventory import FP8_BLOCK, SPLIT_ELEMENTS, Bucket, Inventory, Parameter, Range, align, cut_buckets
 from hostward.errors import ConfigError
 from hostward.plan.budgets import Required
 from hostward.plan.decisions import Choice
@@ -82,6 +82,10 @@ class UndividedError(ConfigError):
     """Report a step with fewer microbatches than every GPU needs."""
 
 
+def _cuts_block(whole: Parameter, part: Parameter) -> bool:
+    return part.numel < whole.numel and part.numel % FP8_BLOCK > 0
+
+
 def sharded(workload: Workload, ranks: int, *, reduced_in_fp32: bool = False, resharded: bool = False) -> Workload:
     """Return the first rank's part of a workload, which is the largest.
 
@@ -91,7 +95,7 @@ def sharded(workload: Workload, ranks: int, *, reduced_in_fp32: bool = False, re
         reduced_in_fp32: gradients are reduced in fp32, where 16-bit weights need more than their own dtype.
         resharded: layers are unsharded only while they run (`reshard_after_forward=True`).
 
-    Raises ConfigError where the microbatches cannot be divided.
+    Raises ConfigError where the microbatches cannot be divided, or blocks of FP8 moments would be.
     """
     if ranks == 1:
         return workload
@@ -104,6 +108,13 @@ def sharded(workload: Workload, ranks: int, *, reduced_in_fp32: bool = False, re
         )
     inventory = workload.inventory
     parts = first_parts(inventory.parameters, ranks)
+    cut = [p.name for p, of_first in zip(inventory.parameters, parts, strict=True) if _cuts_block(p, of_first)]
+    if inventory.form.fp8_moments and cut:
+        raise ConfigError(
+            f"moments in FP8, of {cut[0]!r} as well, of which each of {ranks} GPUs has rows",
+            why=f"{FP8_BLOCK} elements share a scale, and a GPU's rows are no multiple of that",
+            fix="moments in bf16 (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype), or another number of GPUs",
+        )
     return replace(
         workload,
         inventory=Inventory(parts, cut_buckets(parts, form=inventory.form)),

@@ -16,6 +16,8 @@ from hostward.errors import PlacementError
 from hostward.kernels.cpu.adamw import FloatTable
 
 TORCH_DTYPES = {Dtype.FP32: torch.float32, Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16}
+STATE_DTYPES = {**TORCH_DTYPES, Dtype.FP8: torch.uint8}
+"""Buffers of moments have these dtypes; those of FP8 end in the scales of blocks."""
 DTYPES = {value: key for key, value in TORCH_DTYPES.items()}
 
 
@@ -119,8 +121,9 @@ class BoundRange:
 class AdamWOperands:
     """Holds one bucket's state as an AdamW kernel takes it.
 
-    `exp_avg`, `exp_avg_sq` are float32 or bfloat16 [padded length]; `low` is the low 16 bits of the fp32 main weight
-    (int16, split) or the fp32 main weight itself (float32, plain), or None. All gradients have one dtype.
+    `exp_avg`, `exp_avg_sq` are float32 or bfloat16 [padded length], or uint8 (FP8, scales at the end); `low` is the low
+    16 bits of the fp32 main weight (int16, split) or the fp32 main weight itself (float32, plain), or None. All
+    gradients have one dtype.
     """
 
     ranges: Sequence[BoundRange]

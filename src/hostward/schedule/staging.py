@@ -51,7 +51,7 @@ def streamed_bytes(bucket: Bucket) -> tuple[int, ...]:
 
     Padding is included.
     """
-    return tuple(bucket.offsets[-1] * size for size in bucket.form.parts(bucket.kind))
+    return bucket.padded_parts
 
 
 def staging_buffer_bytes(parts: Sequence[Sequence[int]]) -> int:

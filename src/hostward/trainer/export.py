@@ -22,6 +22,7 @@ from hostward.checkpoint.torch_adamw import to_torch_adamw
 from hostward.config.schema import from_dict
 from hostward.core.units import GIB
 from hostward.errors import CheckpointError, ConfigError
+from hostward.optim.bucket_state import fp8_stored, fp8_values
 from hostward.optim.state_dict import saved_dtypes
 from hostward.report.schema import REPORT_FILE, read_report
 from hostward.trainer.plan_request import state_format
@@ -30,9 +31,10 @@ SHARD_BYTES = 4 * GIB
 """Size limit of a safetensors file, unless one tensor is larger; an export takes as much host memory."""
 STATE_FORMATS = {
     "bf16-moments": {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
+    "fp8-moments": {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"},
     "bf16-main-params": {"main_params_dtype": "bf16"},
 }
-"""Options of the run that goes on with a checkpoint in such a form."""
+"""A run that goes on with a checkpoint in such a form has these options."""
 FORMATS = ("safetensors", "torch", *STATE_FORMATS)
 _FILE = re.compile(r"__(\d+)_\d+\.distcp")
 _ERRNO = re.compile(r"\(os error (\d+)\)")
@@ -145,8 +147,9 @@ def convert(path: Path, out: Path, form: str) -> list[Path]:
     Args:
         form: "safetensors": the weights, as transformers loads them with `from_pretrained(out)`. "torch": `model.pt`
             and `optimizer.pt` for torch.optim.AdamW; 16-bit weights as their main weights, in fp32. "bf16-moments": a
-            checkpoint whose moments are rounded to bf16, to nearest even, for a run that stores them so.
-            "bf16-main-params": one of bf16 weights without their fp32 main weights.
+            checkpoint whose moments are rounded to bf16, to nearest even, for a run that stores them so. "fp8-moments":
+            the same with FP8, which a checkpoint holds in bf16. "bf16-main-params": one of bf16 weights without their
+            fp32 main weights.
 
     Raises:
         CheckpointError: a checkpoint that is missing or damaged, or was not saved by `hostward train`; `out` exists; an
@@ -257,6 +260,8 @@ def _rounded(path: Path, out: Path, plain: dict[str, Any], form: str) -> None:
     api.load_some(path, tensors)
     if "main_params_dtype" in options:
         tensors = {name: tensor for name, tensor in tensors.items() if not is_master(name)}
+    elif form == "fp8-moments":
+        tensors = {n: _in_fp8(t, n.rsplit("/", 1)[-1]) if is_moment(n) else t for n, t in tensors.items()}
     else:
         tensors = {n: t.to(torch.bfloat16) if is_moment(n) else t for n, t in tensors.items()}
     config = from_dict(plain["config"])
@@ -271,6 +276,14 @@ def _rounded(path: Path, out: Path, plain: dict[str, Any], form: str) -> None:
         while behind is not None and not isinstance(behind, OSError):
             behind = behind.__cause__ or behind.__context__
         raise behind or error from error  # of a write that fails: the caller names the folder that was asked for
+
+
+def _in_fp8(moment: torch.Tensor, role: str) -> torch.Tensor:
+    """Return a moment rounded to FP8, to nearest, in bfloat16."""
+    stored = fp8_stored(moment.reshape(-1), role, nearest=True)
+    if stored is None:
+        raise ValueError("what is rounded is always stored")
+    return fp8_values(*stored, role).view(moment.shape)
 
 
 @contextmanager

@@ -110,7 +110,7 @@ def need(config: Config, parameters: int) -> Need:
     weight_bytes = parameters * TORCH_DTYPES[dtype].itemsize
     gradient_bytes = parameters * 4 if accumulates_in_fp32(config) else weight_bytes
     form = state_format(config)
-    state_bytes = parameters * state_bytes_per_element(form.master_kind(dtype), form)
+    state_bytes = parameters * state_bytes_per_element(form.master_kind(dtype), form) + form.scale_bytes(parameters)
     return Need(parameters, weight_bytes, gradient_bytes, state_bytes)
 
 

@@ -247,15 +247,15 @@ OPTIMIZER_RULES = (
         "leave out optimizer.offload_mix and optimizer.offload_optimizer_states, or the torch optimizer",
     ),
     Rule(
-        "torch-optimizer-bf16-state",
+        "torch-optimizer-short-state",
         PERMANENT,
         (TORCH_STEP, *STATE_DTYPES),
         lambda c, _: (
             c.optimizer.use_torch_optimizer_for_cpu_offload
             and any(getattr(c.optimizer, name.removeprefix("optimizer.")) != "fp32" for name in STATE_DTYPES)
         ),
-        "optimizer.use_torch_optimizer_for_cpu_offload=true with state in bf16, which torch's step rounds to nearest,"
-        " where it stalls",
+        "optimizer.use_torch_optimizer_for_cpu_offload=true with state in bf16 or fp8, which torch's step rounds to "
+        "nearest, where it stalls, or does not take",
         "leave out optimizer.exp_avg_dtype, exp_avg_sq_dtype and main_params_dtype, or the torch optimizer",
     ),
     Rule(

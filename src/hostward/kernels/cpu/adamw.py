@@ -22,7 +22,17 @@ import numpy.typing as npt
 
 from hostward.errors import ConfigError
 from hostward.kernels.cpu.library import Dtype, Isa, Range, Task, check, load
-from hostward.kernels.cpu.operand import FLOATS, MOMENTS, Memory, Operands, one_dtype, require_threads
+from hostward.kernels.cpu.operand import (
+    FLOATS,
+    FP8_BLOCK,
+    MOMENTS,
+    Memory,
+    Operand,
+    Operands,
+    one_dtype,
+    require_blocks,
+    require_threads,
+)
 
 FloatTable = npt.NDArray[np.float64]
 
@@ -98,7 +108,9 @@ class AdamWTask:
 
     Args:
         ranges: the runs of elements, at least one; all gradients have one dtype, all weights another.
-        exp_avg, exp_avg_sq: fp32 or bf16 [n], each of its own dtype, n at least the largest offset + length.
+        exp_avg, exp_avg_sq: fp32 or bf16 [n], each of its own dtype, n at least the largest offset + length; or uint8
+            [129 b], a byte for each of 128 b elements and one for each of b blocks of 128: all offsets are then
+            multiples of 128.
         remainder: int16 [n], the low 16 bits of the fp32 main weights, for MasterKind.SPLIT, else None.
         master: fp32 [n], the fp32 main weights, for MasterKind.PLAIN, else None. With neither, the weights
             are their own main weights, fp32 or bf16.
@@ -140,18 +152,20 @@ class AdamWTask:
         native, grad_dtype, weight_dtype = self._native_ranges(ranges)
         self._ranges = native
         kind = _master_kind(weight_dtype, remainder is not None, master is not None)
-        first = self._operands.check(exp_avg, "exp_avg", MOMENTS, elements, writable=True)
-        second = self._operands.check(exp_avg_sq, "exp_avg_sq", MOMENTS, elements, writable=True)
+        first, first_scale = self._moment(exp_avg, "exp_avg", elements)
+        second, second_scale = self._moment(exp_avg_sq, "exp_avg_sq", elements)
         self.struct = Task(
             grad_dtype=int(grad_dtype),
             weight_dtype=int(weight_dtype),
             master_kind=int(kind),
             threads=threads,
             isa=int(isa),
-            exp_avg_dtype=int(FLOATS[first.dtype]),
-            exp_avg_sq_dtype=int(FLOATS[second.dtype]),
+            exp_avg_dtype=MOMENTS[first.dtype],
+            exp_avg_sq_dtype=MOMENTS[second.dtype],
             exp_avg=first.address,
             exp_avg_sq=second.address,
+            exp_avg_scale=first_scale,
+            exp_avg_sq_scale=second_scale,
             remainder=self._operands.optional(remainder, "remainder", "int16", elements, writable=True),
             master=self._operands.optional(master, "master", "fp32", elements, writable=True),
             ranges=ctypes.addressof(native),
@@ -162,6 +176,14 @@ class AdamWTask:
         )
         self._set_hyper(hyper)
         self._set_tables(tables)
+
+    def _moment(self, memory: Memory, role: str, elements: int) -> tuple[Operand, int | None]:
+        """Return the operand of a moment, and the address of its scales where it has them."""
+        found = self._operands.check(memory, role, tuple(MOMENTS), elements, writable=True)
+        if found.dtype != "uint8":
+            return found, None
+        blocks = require_blocks(found.elements, role, elements)
+        return found, found.address + blocks * FP8_BLOCK
 
     def _set_hyper(self, hyper: Memory) -> None:
         self.struct.hyper = self._operands.check(hyper, "hyper", ("fp64",), 5).address

@@ -12,7 +12,7 @@ from typing import Any
 
 from hostward.errors import NativeError
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 LIBRARY_PATH = Path(__file__).resolve().parents[2] / "_native" / "libhostward_native.so"
 
 _BUILD = (
@@ -66,6 +66,8 @@ class Task(ctypes.Structure):
         ("reserved", ctypes.c_int32),
         ("exp_avg", ctypes.c_void_p),
         ("exp_avg_sq", ctypes.c_void_p),
+        ("exp_avg_scale", ctypes.c_void_p),
+        ("exp_avg_sq_scale", ctypes.c_void_p),
         ("remainder", ctypes.c_void_p),
         ("master", ctypes.c_void_p),
         ("ranges", ctypes.c_void_p),

@@ -40,8 +40,8 @@ _NUMPY_NAMES = {
 FLOATS = {"fp32": Dtype.FP32, "bf16": Dtype.BF16, "fp16": Dtype.FP16}
 """Element types of gradients and weights by name."""
 
-MOMENTS = ("fp32", "bf16")
-"""Element types of moments by name."""
+MOMENTS = {"fp32": 0, "bf16": 1, "uint8": 2}
+"""Element types of moments by name, and their codes (hostward_moment): uint8 is FP8 with a scale for each block."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,26 @@ def one_dtype(names: set[str], role: str) -> Dtype:
             fix="make one task for each dtype",
         )
     return FLOATS[next(iter(names))]
+
+
+FP8_BLOCK = 128
+"""So many elements of an FP8 moment share a scale."""
+
+
+def require_blocks(size_bytes: int, role: str, elements: int) -> int:
+    """Return the number of blocks in an FP8 moment: a byte for each of their elements, and one for each of them.
+
+    Raises:
+        PlacementError: memory that is no whole number of blocks, or too short.
+    """
+    blocks, rest = divmod(size_bytes, FP8_BLOCK + 1)
+    if rest or blocks * FP8_BLOCK < elements:
+        raise PlacementError(
+            f"{role} has {size_bytes} bytes for {elements} elements",
+            why=f"a block of {FP8_BLOCK} elements takes {FP8_BLOCK + 1}: one for each of them, and their scale",
+            fix=f"pass {-(-elements // FP8_BLOCK) * (FP8_BLOCK + 1)} bytes, or a larger multiple of {FP8_BLOCK + 1}",
+        )
+    return blocks
 
 
 def require_threads(threads: int) -> None:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from hostward.errors import ConfigError, PlacementError
+from hostward.kernels.cpu.operand import FP8_BLOCK, require_blocks
 from hostward.kernels.cuda.launcher import Launch, Launcher, launch_all
 from hostward.kernels.cuda.operand import dtype_code, require_device_operand, require_rows, require_triton
 
@@ -29,6 +30,8 @@ _WARPS = 4
 _LANES = 4 * 32 * _WARPS
 _COUNTS_PER_PROGRAM = 256
 _FP32, _BF16 = 0, 1
+MOMENTS = (torch.float32, torch.bfloat16, torch.uint8)
+"""Moments have these dtypes, in the order of their codes; uint8 is FP8."""
 _MASTER_WEIGHT, _MASTER_SPLIT, _MASTER_PLAIN, _MASTER_ROUNDED = 0, 1, 2, 3
 
 
@@ -98,7 +101,8 @@ def adamw_step(
         blocks: int32 [n_blocks, 2], `block_map(lengths)` of the lengths in `table`.
         grad_dtype, weight_dtype: float32, bfloat16 or float16, or their codes 0, 1, 2.
         master_kind: 0 the weight itself, fp32 or bf16, 1 bf16 weight and remainder, 2 `master` besides a 16-bit weight.
-        exp_avg, exp_avg_sq: float32 or bfloat16 [n], each of its own dtype.
+        exp_avg, exp_avg_sq: float32 or bfloat16 [n], each of its own dtype; or uint8 [129 n / 128], a byte for each
+            element and then one for each block of 128: n and all offsets are then multiples of 128.
         remainder: int16 [n], low 16 bits of the fp32 main weights, for master kind 1, else None.
         master: float32 [n], the fp32 main weights, for master kind 2, else None.
         hyper: float64 [5]: lr, weight decay, beta1, beta2, eps.
@@ -120,11 +124,11 @@ def adamw_step(
     extra = extra_operand(int(master_kind), weight_code, exp_avg, remainder, master)
     if table_length < 1:
         raise ConfigError("the bias correction tables are empty", why="entry 0 is unused", fix="use bias_tables")
-    device = table.device
+    device, elements = table.device, _elements(exp_avg, "exp_avg")
     operands = (
         (exp_avg, "exp_avg", _moment_dtype(exp_avg), 0),
-        (exp_avg_sq, "exp_avg_sq", _moment_dtype(exp_avg_sq), exp_avg.numel()),
-        (extra, "remainder" if remainder is not None else "master", extra.dtype, exp_avg.numel()),
+        (exp_avg_sq, "exp_avg_sq", _moment_dtype(exp_avg_sq), _size(exp_avg_sq, elements)),
+        (extra, "remainder" if remainder is not None else "master", extra.dtype, _size(extra, elements)),
         (hyper, "hyper", torch.float64, 5),
         (bc1, "bc1", torch.float64, table_length),
         (inv_sqrt_bc2, "inv_sqrt_bc2", torch.float64, table_length),
@@ -159,8 +163,8 @@ def bind(
 
     Args:
         codes: gradient dtype, weight dtype, master kind.
-        state: exp_avg and exp_avg_sq, each float32 or bfloat16, and the remainder, the master, or exp_avg again where
-            neither exists.
+        state: exp_avg and exp_avg_sq, each float32, bfloat16 or uint8 (see `adamw_step`), and the remainder, the
+            master, or exp_avg again where neither exists.
         constants: hyper, bc1, inv_sqrt_bc2, table_length.
     """
     step, advance = _launchers()
@@ -168,11 +172,12 @@ def bind(
     launches = []
     keep = (table, blocks, hyper, bc1, inv_sqrt_bc2)
     if blocks.shape[0] > 0:
-        arguments = (table, blocks, *state, hyper, bc1, inv_sqrt_bc2, table_length, scale, skip)
         grad, weight, kind = codes
         if kind == _MASTER_WEIGHT and weight == _BF16:
             kind = _MASTER_ROUNDED
-        moments = [int(moment.dtype is torch.bfloat16) for moment in state[:2]]
+        scales = next((_elements(m, "moment") for m in state[:2] if m.dtype is torch.uint8), 0)
+        arguments = (table, blocks, *state, hyper, bc1, inv_sqrt_bc2, table_length, scale, skip, scales)
+        moments = [MOMENTS.index(moment.dtype) for moment in state[:2]]
         launches.append(
             step.bind(blocks.shape[0], arguments, (grad, weight, kind, *moments, BLOCK_ELEMENTS, _LANES), keep)
         )
@@ -186,7 +191,19 @@ def bind(
 
 def _moment_dtype(moment: torch.Tensor) -> torch.dtype:
     """Return the dtype that a moment has to have: its own where the kernel takes that, else float32."""
-    return moment.dtype if moment.dtype is torch.bfloat16 else torch.float32
+    return moment.dtype if moment.dtype in MOMENTS else torch.float32
+
+
+def _elements(moment: torch.Tensor, role: str) -> int:
+    """Return the number of elements of a moment. Raises PlacementError for an FP8 one that is not in whole blocks."""
+    if moment.dtype is not torch.uint8:
+        return moment.numel()
+    return require_blocks(moment.numel(), role, 0) * FP8_BLOCK
+
+
+def _size(tensor: torch.Tensor, elements: int) -> int:
+    """Return the length that a tensor of the state has to have, for so many elements of it."""
+    return elements + -(-elements // FP8_BLOCK) if tensor.dtype is torch.uint8 else elements
 
 
 @functools.cache

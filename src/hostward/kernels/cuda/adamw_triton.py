@@ -18,6 +18,8 @@ import triton.language as tl
 FP32 = tl.constexpr(0)
 BF16 = tl.constexpr(1)
 FP16 = tl.constexpr(2)
+FP8 = tl.constexpr(2)  # of moments, which are never fp16
+FP8_BLOCK = tl.constexpr(128)
 MASTER_SPLIT = tl.constexpr(1)
 MASTER_PLAIN = tl.constexpr(2)
 MASTER_ROUNDED = tl.constexpr(3)  # the bf16 weight; 0 is the fp32 weight
@@ -118,18 +120,89 @@ def _mix(value):
 
 
 @triton.jit
+def _load_moment(
+    address,
+    scales,
+    first,
+    inside,
+    ALIGNED: tl.constexpr,
+    CODE: tl.constexpr,
+    SIGNED: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Load moments, converted exactly to fp32. `scales`: address of the byte of block 0 of an FP8 moment."""
+    if CODE == FP8:
+        code = _load(address, first, inside, ALIGNED, tl.uint8, 1, LANES).to(tl.int32)
+        blocks = (first + tl.arange(0, LANES)) // FP8_BLOCK
+        top = tl.load(scales.to(tl.pointer_type(tl.uint8)) + blocks, mask=inside, other=0).to(tl.int32)
+        top = tl.maximum(top, 32)
+        if SIGNED:
+            magnitude = code & 127
+            small = magnitude.to(tl.float32) * ((top - 17) << 23).to(tl.float32, bitcast=True)
+            bits = tl.where(magnitude < 8, small.to(tl.int32, bitcast=True), (magnitude + 8 * top - 120) << 20)
+            bits = bits | ((code & 128) << 24)
+        else:
+            bits = tl.where(code == 0, 0, (code + 8 * top - 248) << 20)
+        value = bits.to(tl.float32, bitcast=True)
+    elif CODE == BF16:
+        value = load_as_fp32(address, first, inside, ALIGNED, BF16, LANES)
+    else:
+        value = _load(address, first, inside, ALIGNED, tl.int32, 4, LANES).to(tl.float32, bitcast=True)
+    return value
+
+
+@triton.jit
+def _block_tops(rounded, inside, LANES: tl.constexpr):
+    """Return the largest exponent in each lane's block, at least 32, from magnitudes as uint32 bits."""
+    exponents = tl.where(inside, (rounded >> 23).to(tl.int32), 0)
+    tops = tl.max(tl.reshape(exponents, (LANES // FP8_BLOCK, FP8_BLOCK)), 1)
+    of_lanes = tl.broadcast_to(tl.expand_dims(tops, 1), (LANES // FP8_BLOCK, FP8_BLOCK))
+    return tl.maximum(tl.reshape(of_lanes, (LANES,)), 32)
+
+
+@triton.jit
+def _fp8_code(bits, random, top, SIGNED: tl.constexpr):
+    """Return the bytes for moments given by their fp32 bits (uint32), as `hostward.kernels.reference.fp8_at_random`."""
+    magnitude = bits & 0x7FFFFFFF
+    if SIGNED:
+        field = (magnitude >> 23).to(tl.int32)
+        mantissa = (magnitude & 0x7FFFFF) | tl.where(field > 0, 0x800000, 0).to(tl.uint32)
+        above = tl.maximum(field, 1) + 14 - top
+        lacking = tl.minimum(tl.maximum(-above, 0), 24).to(tl.uint32)
+        units = (((mantissa >> lacking) + random) >> 20).to(tl.int32)
+        code = 8 * tl.maximum(above, 0) + units + ((bits >> 31) << 7).to(tl.int32)
+    else:
+        found = ((magnitude + random) >> 20).to(tl.int32)
+        code = tl.where(found == 0, 0, tl.maximum(found - (8 * top - 248), 1))
+    return code
+
+
+@triton.jit
 def _store_moment(
     address,
+    scales,
     first,
     bits,
     random,
     inside,
     ALIGNED: tl.constexpr,
     CODE: tl.constexpr,
+    SIGNED: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Store moments given by their fp32 bits (int32); bf16 ones are rounded up by `random`, uint32 below 2**16."""
-    if CODE == BF16:
+    """Store moments given by their fp32 bits (int32); others than fp32 are rounded up by `random`, uint32 below 2**16.
+
+    Whatever has loaded the scales of a block has given it a value before the largest of them is known.
+    """
+    if CODE == FP8:
+        unsigned = bits.to(tl.uint32, bitcast=True)
+        cut = (random << 4) + 8
+        top = _block_tops((unsigned & 0x7FFFFFFF) + cut, inside, LANES)
+        _store(address, first, _fp8_code(unsigned, cut, top, SIGNED).to(tl.uint8), inside, ALIGNED, tl.uint8, 1, LANES)
+        elements = first + tl.arange(0, LANES)
+        begins = inside & (elements % FP8_BLOCK == 0)
+        tl.store(scales.to(tl.pointer_type(tl.uint8)) + elements // FP8_BLOCK, top.to(tl.uint8), mask=begins)
+    elif CODE == BF16:
         rounded = (bits.to(tl.uint32, bitcast=True) + random) >> 16
         _store(address, first, rounded.to(tl.int16), inside, ALIGNED, tl.int16, 2, LANES)
     else:
@@ -142,6 +215,8 @@ def _step_lanes(
     weight,
     exp_avg,
     exp_avg_sq,
+    exp_avg_scales,
+    exp_avg_sq_scales,
     extra,
     first,
     length,
@@ -169,14 +244,8 @@ def _step_lanes(
     """
     inside = (first + tl.arange(0, LANES)) < length
     gradient = load_as_fp32(grad, first, inside, ALIGNED, GRAD, LANES)
-    if EXP_AVG == BF16:
-        m = load_as_fp32(exp_avg, first, inside, ALIGNED, BF16, LANES)
-    else:
-        m = _load(exp_avg, first, inside, ALIGNED, tl.int32, 4, LANES).to(tl.float32, bitcast=True)
-    if EXP_AVG_SQ == BF16:
-        v = load_as_fp32(exp_avg_sq, first, inside, ALIGNED, BF16, LANES)
-    else:
-        v = _load(exp_avg_sq, first, inside, ALIGNED, tl.int32, 4, LANES).to(tl.float32, bitcast=True)
+    m = _load_moment(exp_avg, exp_avg_scales, first, inside, ALIGNED, EXP_AVG, True, LANES)
+    v = _load_moment(exp_avg_sq, exp_avg_sq_scales, first, inside, ALIGNED, EXP_AVG_SQ, False, LANES)
     if MASTER == MASTER_SPLIT:
         high = _load(weight, first, inside, ALIGNED, tl.int16, 2, LANES).to(tl.int32) << 16
         bits = high + _load(extra, first, inside, ALIGNED, tl.int16, 2, LANES).to(tl.int32)
@@ -197,11 +266,15 @@ def _step_lanes(
     p_bits = _canonical_bits(p)
     m_bits, v_bits = _canonical_bits(m), _canonical_bits(v)
     random = step_key  # not used where nothing is rounded at random
-    if (EXP_AVG == BF16) | (EXP_AVG_SQ == BF16) | (MASTER == MASTER_ROUNDED):
+    if (EXP_AVG != FP32) | (EXP_AVG_SQ != FP32) | (MASTER == MASTER_ROUNDED):
         both = v_bits.to(tl.uint32, bitcast=True) * tl.full((), 0x9E3779B1, tl.uint32)
         random = _mix((both + m_bits.to(tl.uint32, bitcast=True)) ^ step_key)
-    _store_moment(exp_avg, first, m_bits, random & 0xFFFF, inside, ALIGNED, EXP_AVG, LANES)
-    _store_moment(exp_avg_sq, first, v_bits, random >> 16, inside, ALIGNED, EXP_AVG_SQ, LANES)
+    _store_moment(
+        exp_avg, exp_avg_scales, first, m_bits, random & 0xFFFF, inside, ALIGNED, EXP_AVG, True, LANES
+    )  # fmt: skip
+    _store_moment(
+        exp_avg_sq, exp_avg_sq_scales, first, v_bits, random >> 16, inside, ALIGNED, EXP_AVG_SQ, False, LANES
+    )  # fmt: skip
     if MASTER == MASTER_SPLIT:
         _store(weight, first, _weight_bits(p_bits, WEIGHT), inside, ALIGNED, tl.int16, 2, LANES)
         _store(extra, first, p_bits.to(tl.int16), inside, ALIGNED, tl.int16, 2, LANES)
@@ -216,7 +289,7 @@ def _step_lanes(
         _store(weight, first, p_bits, inside, ALIGNED, tl.int32, 4, LANES)
 
 
-@triton.jit(do_not_specialize=["table_length"])
+@triton.jit(do_not_specialize=["table_length", "scales"])
 def step_kernel(
     table,
     blocks,
@@ -229,6 +302,7 @@ def step_kernel(
     table_length,
     scale_pointer,
     skip,
+    scales,
     GRAD: tl.constexpr,
     WEIGHT: tl.constexpr,
     MASTER: tl.constexpr,
@@ -239,7 +313,8 @@ def step_kernel(
 ):
     """Step the block of one row of `blocks` per program, LANES elements at a time.
 
-    `extra` is the remainder (split), the master (plain), or exp_avg where neither exists.
+    `extra` is the remainder (split), the master (plain), or exp_avg where neither exists. `scales` is the number of
+    bytes before the scales of an FP8 moment.
     """
     program = tl.program_id(0).to(tl.int64)
     row = table + tl.load(blocks + 2 * program).to(tl.int64) * 5
@@ -264,8 +339,10 @@ def step_kernel(
         inv_sqrt_bc2 = tl.load(inv_sqrt_bc2_table + entry).to(tl.float32)
         scale = tl.load(scale_pointer)
         step_key = _mix((count + 1).to(tl.uint32))
-        exp_avg_address = exp_avg.to(tl.int64) + offset * (2 if EXP_AVG == BF16 else 4)
-        exp_avg_sq_address = exp_avg_sq.to(tl.int64) + offset * (2 if EXP_AVG_SQ == BF16 else 4)
+        exp_avg_address = exp_avg.to(tl.int64) + offset * (4 >> EXP_AVG)
+        exp_avg_sq_address = exp_avg_sq.to(tl.int64) + offset * (4 >> EXP_AVG_SQ)
+        exp_avg_scales = exp_avg.to(tl.int64) + scales + offset // FP8_BLOCK
+        exp_avg_sq_scales = exp_avg_sq.to(tl.int64) + scales + offset // FP8_BLOCK
         if MASTER == MASTER_SPLIT:
             extra_address = extra.to(tl.int64) + offset * 2
         else:
@@ -275,8 +352,8 @@ def step_kernel(
         if (unaligned == 0) & (first + BLOCK <= length):
             for part in range(BLOCK // LANES):
                 _step_lanes(
-                    grad, weight, exp_avg_address, exp_avg_sq_address, extra_address,
-                    first + part * LANES, length, scale,
+                    grad, weight, exp_avg_address, exp_avg_sq_address, exp_avg_scales, exp_avg_sq_scales,
+                    extra_address, first + part * LANES, length, scale,
                     beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay, step_size, inv_sqrt_bc2, step_key,
                     True, GRAD, WEIGHT, MASTER, EXP_AVG, EXP_AVG_SQ, LANES,
                 )  # fmt: skip
@@ -284,8 +361,8 @@ def step_kernel(
             for part in range(BLOCK // LANES):
                 if first + part * LANES < length:
                     _step_lanes(
-                        grad, weight, exp_avg_address, exp_avg_sq_address, extra_address,
-                        first + part * LANES, length, scale,
+                        grad, weight, exp_avg_address, exp_avg_sq_address, exp_avg_scales, exp_avg_sq_scales,
+                        extra_address, first + part * LANES, length, scale,
                         beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay, step_size, inv_sqrt_bc2, step_key,
                         False, GRAD, WEIGHT, MASTER, EXP_AVG, EXP_AVG_SQ, LANES,
                     )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hostward.core.inventory import FP32_STATE, Dtype, StateFormat
+from hostward.core.inventory import FP8_BLOCK, FP32_STATE, Dtype, StateFormat, align, stored_elements
 from hostward.core.placement import Placement
 from hostward.kernels import reference
 from hostward.kernels.cpu.adamw import bias_tables
@@ -188,7 +188,9 @@ def differing_role(
     if dtype is torch.bfloat16 and form.main_param is Dtype.BF16:
         master = reference.bf16_bits(master)
     exp_avg, exp_avg_sq = (
-        np.zeros_like(master, dtype=np.float32 if moment is Dtype.FP32 else np.uint16)
+        np.zeros(stored_elements(moment, align(_ELEMENTS, FP8_BLOCK)), np.uint8)
+        if moment is Dtype.FP8
+        else np.zeros_like(master, dtype=np.float32 if moment is Dtype.FP32 else np.uint16)
         for moment in form.moments.values()
     )
     for step in range(1, _STEPS + 1):
@@ -204,6 +206,8 @@ def differing_role(
     expected = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "master": master}
     for role, value in expected.items():
         if role in state:
+            if value.dtype == np.uint8:
+                value = reference.bf16_bits(reference.float_of_fp8(value, signed=role == "exp_avg")[:_ELEMENTS])
             bits = value.view(np.int16) if value.dtype == np.uint16 else value  # bf16
             if not same_bits(state[role], torch.from_numpy(bits)):
                 return role

@@ -426,7 +426,7 @@ def _state_away_bytes(run: Run) -> int:
     Parts of small tensors are mostly alignment.
     """
     pairs = zip(run.optimizer.inventory.buckets, run.optimizer.plan.buckets, strict=True)
-    return sum(b.offsets[-1] * b.state_element_bytes for b, row in pairs if row.placement.offloaded)
+    return sum(b.padded_state_bytes for b, row in pairs if row.placement.offloaded)
 
 
 def _left_bytes(run: Run) -> dict[str, int]:
