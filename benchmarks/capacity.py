@@ -25,14 +25,12 @@ from machine import describe
 RECIPE = "qwen3_8b_pretrain_config"
 WIDTH = ["model.hidden_size=5120", "model.ffn_hidden_size=17408", "model.num_attention_heads=40"]
 TRAINED = ["train.global_batch_size=1", "train.micro_batch_size=1", "dataset.format=mock"]
+MOMENTS = {form: [f"optimizer.{name}_dtype={form}" for name in ("exp_avg", "exp_avg_sq")] for form in ("bf16", "fp8")}
 FORMATS = {
     "fp32": [],
-    "bf16-moments": ["optimizer.exp_avg_dtype=bf16", "optimizer.exp_avg_sq_dtype=bf16"],
-    "all-bf16": [
-        "optimizer.exp_avg_dtype=bf16",
-        "optimizer.exp_avg_sq_dtype=bf16",
-        "optimizer.main_params_dtype=bf16",
-    ],
+    "bf16-moments": MOMENTS["bf16"],
+    "all-bf16": [*MOMENTS["bf16"], "optimizer.main_params_dtype=bf16"],
+    "fp8-moments-bf16": [*MOMENTS["fp8"], "optimizer.main_params_dtype=bf16"],
 }
 STEPS = 5
 MOST_LAYERS = 256

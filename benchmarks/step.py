@@ -16,6 +16,7 @@ shows. Rows are separated by commas:
     mixS:F            the same with share S of it streamed
     serial-...        any of these without overlap (overlap=False)
     ...+bf16-moments  moments in bf16; ...+all-bf16: and no main weights
+    ...+fp8-moments   moments in FP8; ...+fp8-moments-bf16: and no main weights
     ...+unclipped     without clipping
     ...+staging4GiB   so many bytes of GPU staging buffers, instead of as many as hostward chooses
     host:1+weights    the weights of all layers but the last are on the host as well, and come when they are used

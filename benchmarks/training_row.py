@@ -73,6 +73,8 @@ class RowOptions:
 
 STATES: dict[str, dict[str, torch.dtype]] = {
     "bf16-moments": {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16},
+    "fp8-moments": {"exp_avg": torch.uint8, "exp_avg_sq": torch.uint8},
+    "fp8-moments-bf16": {"exp_avg": torch.uint8, "exp_avg_sq": torch.uint8, "main_param": torch.bfloat16},
     "all-bf16": {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16, "main_param": torch.bfloat16},
 }
 """Formats of the state by name, as `AdamW(state_dtypes=...)` takes them."""
