@@ -20,12 +20,11 @@ from hostward.optim.adamw import AdamW
 from hostward.optim.any_optimizer.chunked_step import (
     OffloadedStep,
     check_optimizer,
+    closes_first,
     expected_bytes,
-    has_a_step_of_torch,
-    raw_step,
-    watched_step,
 )
 from hostward.optim.any_optimizer.host_state import bundle_bytes, bundles, cut, may_leave
+from hostward.optim.any_optimizer.own_step import raw_step, watched_step
 from hostward.optim.any_optimizer.staging import CHUNKS_AT_ONCE, AwayState
 from hostward.optim.any_optimizer.state_entry import Maker, at_rest
 from hostward.runtime.backend import Backend
@@ -304,7 +303,7 @@ class StreamedStates:
         loading, self._loading = self._loading, []
         self._torn = "loading the state"  # until all of it is loaded
         self._away.clear()
-        sizes = [(p, sum(v.nbytes for v in entry.values() if may_leave(v))) for p, _, entry in loading]
+        sizes = [(p, bundle_bytes({k: v for k, v in entry.items() if may_leave(v)})) for p, _, entry in loading]
         limit_bytes = self._away.limit_bytes(sum(nbytes for _, nbytes in sizes))
         entries = {p: (i, entry) for p, i, entry in loading}
         for run in cut(sizes, limit_bytes):
@@ -333,7 +332,7 @@ def _replacement(optimizer: torch.optim.Optimizer, states: StreamedStates) -> Ca
 
     It runs step hooks and closure once, and the optimizer's own step in parts.
     """
-    raw = raw_step(optimizer)
+    raw = raw_step(type(optimizer))
     signature = inspect.signature(raw)
     watched = watched_step(optimizer)
 
@@ -343,7 +342,7 @@ def _replacement(optimizer: torch.optim.Optimizer, states: StreamedStates) -> Ca
             vars(own)["_opt_called"] = True
         if not states.attached:
             return raw(own, *args, **kwargs)
-        if not has_a_step_of_torch(own):
+        if not closes_first(own):
             return states._step(own, lambda: raw(own, *args, **kwargs))
         bound = signature.bind(own, *args, **kwargs)
         closure = bound.arguments.get("closure")
