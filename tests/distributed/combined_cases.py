@@ -8,6 +8,7 @@ from typing import Any
 import pytorch_optimizer
 import torch
 import torch.distributed.checkpoint as dcp
+from any_optimizer_cases import cut_small
 from sharded_cases import Net, digest, gradient_of, mesh_of, sharded
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import hostward
 from hostward.distributed import fsdp2
 from hostward.optim.any_optimizer import sharded_muon
+from hostward.optim.any_optimizer.staging import AwayState
 from hostward.runtime.simulated.backend import Order, SimulatedBackend
 from hostward.schedule.ops import Lane
 
@@ -50,13 +52,11 @@ def set_gradients(model: torch.nn.Module, step: int) -> None:
         p.grad = whole
 
 
-def offloaded(optimizer: torch.optim.Optimizer, fraction: float) -> hostward.StreamedStates:
+def offloaded(optimizer: torch.optim.Optimizer, fraction: float) -> tuple[hostward.StreamedStates, AwayState]:
     late = Order(late=frozenset({Lane.H2D, Lane.D2H}))
-    states = hostward.offload_optimizer_states(
-        optimizer, fraction=fraction, chunk_size_mb=1, backend=SimulatedBackend(threads=1, order=late)
-    )
-    states._away._chunk_bytes = SMALL_CHUNK_BYTES
-    return states
+    backend = SimulatedBackend(threads=1, order=late)
+    states = hostward.offload_optimizer_states(optimizer, fraction=fraction, chunk_size_mb=1, backend=backend)
+    return states, cut_small(states, SMALL_CHUNK_BYTES)
 
 
 def whole_digest(tensor: torch.Tensor) -> str:
@@ -94,7 +94,7 @@ def trained(
     """
     model: Any = Net() if network is None else sharded(**network)
     optimizer = optimizer_of(kind, model)
-    states = offloaded(optimizer, fraction)
+    states, away = offloaded(optimizer, fraction)
     if load:
         of_model, of_optimizer = get_state_dict(model, optimizer)
         dcp.load({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=load)
@@ -108,7 +108,7 @@ def trained(
             optimizer.step()
     finally:
         sharded_muon.BATCH_BYTES = kept_bytes
-    held = states.offloaded_bytes, len(states._away.chunks), states._away.staging.peak_bytes
+    held = states.offloaded_bytes, len(away.chunks), away.staging.peak_bytes
     if save:
         of_model, of_optimizer = get_state_dict(model, optimizer)
         dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=save)

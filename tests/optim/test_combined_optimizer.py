@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from any_optimizer_cases import MuonLike, all_parameters, assert_same, parameters, set_gradients, simulated
+from any_optimizer_cases import MuonLike, all_parameters, assert_same, cut_small, parameters, set_gradients, simulated
 
 import hostward
 from hostward.errors import HostwardError
@@ -48,7 +48,7 @@ def combined(fraction: float | None = None, others: type = torch.optim.AdamW) ->
         return optimizer, None
     backend = simulated(late=frozenset({Lane.H2D, Lane.D2H}))
     states = hostward.offload_optimizer_states(optimizer, fraction=fraction, chunk_size_mb=1, backend=backend)
-    states._away._chunk_bytes = 270_000
+    cut_small(states, 270_000)
     return optimizer, states
 
 

@@ -37,7 +37,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
     def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
         _check(optimizers)
         self.optimizers = optimizers
-        """The optimizers, in the order in which they step."""
+        """They step in this order."""
         state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         for optimizer in optimizers:
             state.update(optimizer.state)

@@ -1,4 +1,4 @@
-"""A step of torch's Muon whose matrices FSDP2 shards: each is whole while it is orthogonalised.
+"""This module makes steps of torch's Muon where FSDP2 shards matrices: each is whole while it is orthogonalised.
 
     every rank    momentum and update of its parts, in bf16
     all-to-all    parts of each matrix to its owner
@@ -28,7 +28,7 @@ from hostward.model.parameters import local_of, sharding_of
 from hostward.optim.any_optimizer.own_step import narrowed, raw_step
 
 BATCH_BYTES = 64 * MIB
-"""Bytes of whole matrices in bf16, for each rank, from which on a batch takes no more if it has one for each."""
+"""A batch takes no more matrices once it has one, and this many bytes of whole ones in bf16, for each rank."""
 
 
 @dataclass(eq=False, frozen=True, slots=True)
