@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
-import pytorch_optimizer
 import torch
 import torch.distributed.checkpoint as dcp
 from any_optimizer_cases import cut_small
@@ -38,10 +38,16 @@ def optimizer_of(kind: str, model: torch.nn.Module) -> torch.optim.Optimizer:
     if kind == "sgd":
         return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, weight_decay=0.01)
     if kind == "lion":
-        return pytorch_optimizer.Lion(model.parameters(), lr=1e-3)  # type: ignore[no-any-return]
-    other = pytorch_optimizer.Lion(rest, lr=1e-3) if kind == "muon and lion" else torch.optim.AdamW(rest, lr=1e-2)
+        return lion(list(model.parameters()))
+    other = lion(rest) if kind == "muon and lion" else torch.optim.AdamW(rest, lr=1e-2)
     muon = torch.optim.Muon(matrices, lr=2e-2, nesterov=kind != "plain momentum")
     return hostward.CombinedOptimizer(muon, *([] if kind == "muon alone" else [other]))
+
+
+def lion(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """That of another package, which only these cases need."""
+    package = importlib.import_module("pytorch_optimizer")
+    return package.Lion(parameters, lr=1e-3)  # type: ignore[no-any-return]
 
 
 def set_gradients(model: torch.nn.Module, step: int) -> None:

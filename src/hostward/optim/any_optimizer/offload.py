@@ -60,8 +60,8 @@ def offload_optimizer_states(
     during that step.
 
     Args:
-        optimizer: any torch.optim.Optimizer; its parameters are plain tensors on one device. Not `hostward.AdamW`,
-            which has options of its own.
+        optimizer: any torch.optim.Optimizer; its parameters are plain tensors on one device, or DTensors, of which each
+            rank offloads the state of its own part. Not `hostward.AdamW`, which has options of its own.
         fraction: share of the state's bytes that is offloaded, to within one parameter's state. 0: nothing is changed.
         chunk_size_mb: largest chunk, in MiB of state; a parameter is never divided. 0: a 64th of all state, at least 16
             MiB. During a step at most four chunks are on the device, if the step releases one parameter's state
@@ -73,7 +73,7 @@ def offload_optimizer_states(
     references; torch's own rule for memory (`record_stream`) asks for the same.
 
     Raises:
-        ConfigError: `fraction` or `chunk_size_mb` out of range. ModelError: the optimizer's step or state cannot be
+        ConfigError: `fraction` or `chunk_size_mb` out of range, or FSDP2's CPUOffloadPolicy. ModelError: the optimizer's step or state cannot be
             followed (differentiable=True, a replaced step, a state that is no dict).
         MemoryLimitError: its present state does not fit the host; everything is as before.
     """
