@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from any_optimizer_cases import cut_small
-from sharded_cases import Net, digest, gradient_of, mesh_of, sharded
+from sharded_cases import Net, digest, gradient_of, loss_of, mesh_of, sharded
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -88,6 +88,7 @@ def trained(
     network: dict[str, Any] | None = None,
     steps: Sequence[int] = (0, 1, 2),
     batch_bytes: int | None = None,
+    backward: bool = False,
     load: str = "",
     save: str = "",
 ) -> dict[str, Any]:
@@ -96,6 +97,7 @@ def trained(
     Args:
         network: None: it is not sharded.
         batch_bytes: whole matrices of a batch, by rank.
+        backward: gradients are those of a loss, clipped.
         load, save: folders of distributed checkpoints, before and after.
     """
     model: Any = Net() if network is None else sharded(**network)
@@ -109,7 +111,12 @@ def trained(
     sharded_muon.BATCH_BYTES = kept_bytes if batch_bytes is None else batch_bytes
     try:
         for step in steps:
-            set_gradients(model, step)
+            if backward:
+                optimizer.zero_grad()
+                loss_of(model, step).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            else:
+                set_gradients(model, step)
             optimizer.param_groups[0]["lr"] *= 0.5
             optimizer.step()
     finally:

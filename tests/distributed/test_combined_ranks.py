@@ -59,6 +59,14 @@ def test_batches_change_no_bit_and_momentum_comes_chunk_by_chunk(pair: World, ex
         assert 0 < rank["peak_bytes"] < 0.8 * rank["host_bytes"]
 
 
+def test_a_loop_has_the_bits_of_no_offloading(pair: World) -> None:
+    """Forward and backward in bf16, reduced and clipped gradients."""
+    options: dict[str, Any] = {"network": {"policy": True}, "backward": True}
+    here, away = (pair.run("combined_cases.trained", fraction=f, **options) for f in (0.0, 1.0))
+    assert [rank["bits"] for rank in away] == [rank["bits"] for rank in here]
+    assert here[0]["bits"] == here[1]["bits"]
+
+
 def test_bf16_weights_have_the_bits_of_no_offloading(pair: World) -> None:
     """At one number of ranks: on a CPU torch adds the last elements of a bf16 tensor in another way than the others."""
     network = {"dtype": "bf16"}

@@ -73,8 +73,9 @@ def offload_optimizer_states(
     references; torch's own rule for memory (`record_stream`) asks for the same.
 
     Raises:
-        ConfigError: `fraction` or `chunk_size_mb` out of range, or FSDP2's CPUOffloadPolicy. ModelError: the optimizer's step or state cannot be
-            followed (differentiable=True, a replaced step, a state that is no dict).
+        ConfigError: `fraction` or `chunk_size_mb` out of range, or FSDP2 offloads the parameters itself.
+        ModelError: the optimizer's step or state cannot be followed (differentiable=True, a replaced step, a state that
+            is no dict).
         MemoryLimitError: its present state does not fit the host; everything is as before.
     """
     fraction = checked_fraction(fraction, "fraction")
