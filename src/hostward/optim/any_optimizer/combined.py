@@ -152,7 +152,8 @@ def _check(optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
             )
         name = type(optimizer).__name__
         state: object = optimizer.state
-        if isinstance(optimizer, torch.optim.LBFGS) or not isinstance(state, dict) or _is_hostwards(optimizer):
+        ours = type(optimizer).__module__.startswith("hostward.")
+        if isinstance(optimizer, torch.optim.LBFGS) or ours or not isinstance(state, dict):
             raise ConfigError(
                 f"CombinedOptimizer: {type(optimizer).__module__}.{name} cannot be one of several",
                 why="it calls its closure several times, or keeps its state elsewhere than in optimizer.state",
@@ -175,10 +176,6 @@ def _check(optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
             why="torch saves groups with names or without, not both",
             fix="make all of them from named_parameters(), or none",
         )
-
-
-def _is_hostwards(optimizer: torch.optim.Optimizer) -> bool:
-    return isinstance(optimizer, CombinedOptimizer) or type(optimizer).__module__.startswith("hostward.")
 
 
 def _check_matrices(optimizer: torch.optim.Muon) -> None:
