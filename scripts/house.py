@@ -74,6 +74,7 @@ OTHERS_PRIVATE: Mapping[str, tuple[str, ...]] = {
         "_active_ddp_module", "_device_types", "_distributed_c10d", "_functional_collectives", "_get_backend",
         "_get_default_store", "_set_pg_timeout", "_timeout",
     ),
+    "Muon's arithmetic, which torch offers as a whole step": ("_adjust_lr", "_muon", "_zeropower_via_newtonschulz"),
     "the format of torch.save and of distributed checkpoints": ("_get_storage_alignment", "_save", "_StorageInfo"),
     "transformers' choice of kernels, which its config keeps private": (
         "_apply_gate", "_attn_implementation", "_experts_implementation",

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hostward.attachment import Activations, Attachment, attach, offload_activations
     from hostward.distributed.flat_shards import FlatPart, FlatShards
     from hostward.optim.adamw import AdamW
+    from hostward.optim.any_optimizer.combined import CombinedOptimizer
     from hostward.optim.any_optimizer.offload import StreamedStates, offload_optimizer_states
     from hostward.weights.deferred_init import move
     from hostward.weights.offload import Weights
@@ -31,6 +32,7 @@ __all__ = [
     "Activations",
     "AdamW",
     "Attachment",
+    "CombinedOptimizer",
     "FlatPart",
     "FlatShards",
     "HostwardError",
@@ -50,6 +52,7 @@ _HOMES = {
     "attach": "hostward.attachment",
     "offload_activations": "hostward.attachment",
     "AdamW": "hostward.optim.adamw",
+    "CombinedOptimizer": "hostward.optim.any_optimizer.combined",
     "FlatPart": "hostward.distributed.flat_shards",
     "FlatShards": "hostward.distributed.flat_shards",
     "Weights": "hostward.weights.offload",

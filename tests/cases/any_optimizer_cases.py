@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hostward.optim.any_optimizer.offload import StreamedStates, offload_optimizer_states
+from hostward.optim.any_optimizer.staging import AwayState
 from hostward.optim.bucket_state import same_bits
 from hostward.runtime.simulated.backend import Order, SimulatedBackend
 
@@ -163,6 +164,12 @@ def offloaded(make: Callable[[Any], torch.optim.Optimizer], **options: Any) -> t
     optimizer = make(groups(parameters(options.pop("dtype", torch.float32))))
     options = {"chunk_size_mb": 1, "backend": simulated(), **options}
     return optimizer, offload_optimizer_states(optimizer, **options)
+
+
+def cut_small(states: StreamedStates, chunk_bytes: int) -> AwayState:
+    """What is offloaded, in chunks that are smaller than a MiB from now on."""
+    states._away._chunk_bytes = chunk_bytes
+    return states._away
 
 
 def train(*optimizers: torch.optim.Optimizer, steps: int = 4, first: int = 0) -> None:

@@ -122,11 +122,6 @@ def _weights_away_and_stepped_here() -> None:
     hostward.attach(model, adamw(model, "streamed"), weights=2)
 
 
-def _states_of_torch_streamed() -> None:
-    model: Any = sharded()
-    hostward.offload_optimizer_states(torch.optim.AdamW(model.parameters()))
-
-
 def _a_checkpoint_of_one_process() -> None:
     api.save(Path("never made"), 1, tensors=sharded().state_dict(), plain={})
 

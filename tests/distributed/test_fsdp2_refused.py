@@ -26,7 +26,6 @@ REFUSED = {
     "replaced_by_loading": "ModelError: weight 'blocks.0.norm.weight' of an offloaded layer was replaced",
     "weights_away_of_matrices": "ModelError: weight 'blocks.0.up.weight' is a DTensor of no known FSDP2 module",
     "weights_away_and_stepped_here": f"ConfigError: rank 0 on {platform.node()} and 3 more: weight 'blocks.0.",
-    "states_of_torch_streamed": "ModelError: a parameter (1,) is a DTensor",
     "a_gradient_not_reduced": "ModelError: parameter 'scale' has a gradient that is a DTensor, not placed as",
     "a_gradient_without_ranks": "ModelError: parameter 'scale' has a gradient that is a Tensor, not placed as",
     "planned": "ModelError: the model is sharded by FSDP2",

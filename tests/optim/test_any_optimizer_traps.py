@@ -24,7 +24,7 @@ from any_optimizer_cases import (
 from hypothesis import given, settings, strategies as st
 from optimizer_traps import TRAPS, Collects, GlobalOfState, KeepsTheLast, ListOfState, TensorCounter, Trap
 
-from hostward.optim.any_optimizer.chunked_step import may_be_stepped_in_parts
+from hostward.optim.any_optimizer.chunked_step import stepped_alone
 from hostward.optim.any_optimizer.offload import offload_optimizer_states
 from hostward.optim.bucket_state import same_bits
 from hostward.runtime.backend import Lane, Tier
@@ -288,7 +288,7 @@ def test_a_closure_is_the_optimizers_own(make: Any) -> None:
 def test_torchs_own_are_stepped_in_parts(name: str) -> None:
     optimizer = OPTIMIZERS[name](groups(parameters()))
     set_gradients(all_parameters(optimizer), 0)
-    assert may_be_stepped_in_parts(optimizer) is (name not in ("muon like", "restless"))
+    assert bool(stepped_alone(optimizer)) is (name not in ("muon like", "restless"))
 
 
 class Renamed(torch.optim.Adam):
@@ -302,14 +302,14 @@ class Renamed(torch.optim.Adam):
 
 def test_a_subclass_that_changes_nothing_is_torchs_own() -> None:
     optimizer = Renamed(parameters())
-    assert may_be_stepped_in_parts(optimizer)
+    assert stepped_alone(optimizer)
     optimizer._init_group = lambda *args: None  # type: ignore[method-assign,assignment]
-    assert not may_be_stepped_in_parts(optimizer)
+    assert not stepped_alone(optimizer)
 
 
 @pytest.mark.parametrize("name", ["Inherits", "Extends"])
 def test_a_subclass_with_code_of_its_own_is_not(name: str) -> None:
-    assert not may_be_stepped_in_parts(TRAPS[name](parameters()))
+    assert not stepped_alone(TRAPS[name](parameters()))
 
 
 def sparse_and_dense(p: torch.Tensor) -> None:
@@ -336,7 +336,7 @@ def test_gradients_of_two_kinds_are_for_one_call(change: Callable[[torch.Tensor]
             set_gradients(all_parameters(each), n)
             change(all_parameters(each)[3])
             each.step()
-        assert not may_be_stepped_in_parts(optimizer)
+        assert not stepped_alone(optimizer)
     assert_same(optimizer, plain)
     assert states.offloaded_bytes > 0
 
@@ -366,7 +366,7 @@ def test_every_variant_of_torch(name: str, options: dict[str, Any]) -> None:
 
     plain, (optimizer, states) = make(groups(parameters())), offloaded(make)
     train(plain, optimizer, steps=4)
-    assert may_be_stepped_in_parts(optimizer)
+    assert stepped_alone(optimizer)
     assert_same(optimizer, plain)
     assert states.offloaded_bytes > 0
 
@@ -377,7 +377,7 @@ def test_muon_of_torch() -> None:
 
     plain, (optimizer, states) = make(groups(parameters())), offloaded(make)
     train(plain, optimizer, steps=4)
-    assert may_be_stepped_in_parts(optimizer)
+    assert stepped_alone(optimizer)
     assert_same(optimizer, plain)
     assert states.offloaded_bytes > 0
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from any_optimizer_cases import simulated
+from any_optimizer_cases import cut_small, simulated
 
 from hostward.optim.any_optimizer.offload import offload_optimizer_states
 from hostward.optim.bucket_state import same_bits
@@ -34,7 +34,7 @@ def trained(make: Make, offload: bool) -> tuple[list[torch.Tensor], int]:
     if offload:
         backend = simulated(late=frozenset({Lane.H2D, Lane.D2H}))
         states = offload_optimizer_states(optimizer, chunk_size_mb=1, backend=backend)
-        states._away._chunk_bytes = 70_000
+        cut_small(states, 70_000)
     for n in range(4):
         generator = torch.Generator().manual_seed(100 + n)
         for p in params:

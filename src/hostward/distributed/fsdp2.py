@@ -232,9 +232,19 @@ def fenced_class(
 
 def like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return a DTensor over `part`, placed as the parameter is; the part may be on the host, of any dtype."""
-    spec: Any = parameter._spec  # type: ignore[attr-defined]
-    meta = spec.tensor_meta._replace(dtype=part.dtype)
-    made: torch.Tensor = DTensor(part, replace(spec, tensor_meta=meta), requires_grad=False)  # type: ignore[no-untyped-call]
+    spec: Any = sharding_of(parameter)
+    return sharded_as(part, replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=part.dtype)))
+
+
+def sharding_of(tensor: torch.Tensor) -> object:
+    """Return how a DTensor is sharded: its mesh, placements, and the shape, strides and dtype of the whole."""
+    spec: object = tensor._spec  # type: ignore[attr-defined]
+    return spec
+
+
+def sharded_as(part: torch.Tensor, sharding: object) -> torch.Tensor:
+    """Return a DTensor over `part`, sharded as `sharding_of` returned; the part may be on the host."""
+    made: torch.Tensor = DTensor(part, sharding, requires_grad=False)  # type: ignore[no-untyped-call]
     return made
 
 
@@ -292,6 +302,28 @@ def layout_of(name: str, parameter: torch.Tensor) -> Layout:
             fix="distribute parameters with Shard or Replicate, then fully_shard",
         )
     return Layout(tuple(parameter.shape), (*plain, *strided))
+
+
+def shard_ranks(name: str, parameter: torch.Tensor) -> tuple[Split, dist.ProcessGroup] | None:
+    """Return how the one dimension of the mesh that shards a parameter does it, and its ranks.
+
+    None where this rank has the whole parameter.
+
+    Raises:
+        ModelError: several dimensions of the mesh shard it, or none does as FSDP2 would.
+    """
+    splits = [split for split in layout_of(name, parameter).splits if split.n_parts > 1]
+    if not splits:
+        return None
+    mesh, placements = parameter.device_mesh, _placements(parameter)  # type: ignore[attr-defined]
+    dims = [i for i, p in enumerate(placements) if not isinstance(p, Replicate) and mesh.size(i) > 1]
+    if len(dims) > 1:
+        raise ModelError(
+            f"parameter {name!r} is placed as {tuple(placements)} on {mesh}",
+            why="it is gathered from the ranks of one dimension of a mesh, and several dimensions shard it",
+            fix="shard it with fully_shard alone, or step it with an optimizer that treats each element by itself",
+        )
+    return splits[0], mesh.get_group(dims[0])
 
 
 def _is_innermost(mesh: Any, placements: Sequence[Any], index: int) -> bool:

@@ -99,6 +99,24 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return fsdp2.part_of(tensor)
 
 
+def sharding_of(tensor: torch.Tensor) -> object:
+    """Return how a tensor is sharded over ranks, for `sharded_as`; None for a plain tensor."""
+    if is_plain(tensor) or not _is_sharded(tensor):
+        return None
+    from hostward.distributed import fsdp2
+
+    return fsdp2.sharding_of(tensor)
+
+
+def sharded_as(part: torch.Tensor, sharding: object) -> torch.Tensor:
+    """Return a tensor over `part`, the elements of this process, sharded as `sharding_of` returned."""
+    if sharding is None:
+        return part
+    from hostward.distributed import fsdp2
+
+    return fsdp2.sharded_as(part, sharding)
+
+
 def placed_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether both tensors are sharded over the same ranks in the same way, or neither is sharded."""
     if is_plain(one) or is_plain(other):

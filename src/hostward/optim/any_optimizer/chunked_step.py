@@ -9,27 +9,30 @@ the parameters of one chunk each.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from hostward.errors import MemoryLimitError, ModelError
+from hostward.errors import ConfigError, MemoryLimitError, ModelError
+from hostward.model.parameters import local_of, sharding_of
+from hostward.optim.any_optimizer.combined import CombinedOptimizer
 from hostward.optim.any_optimizer.host_state import Chunk, cut
+from hostward.optim.any_optimizer.own_step import check_step, narrowed
 from hostward.optim.any_optimizer.staging import AwayState
-from hostward.optim.any_optimizer.state_entry import Entry
+from hostward.optim.any_optimizer.state_entry import Entry, version_of
 
 
 @dataclass(slots=True)
 class _Parts:
     """_Parts sorts the parameters of one step by what must happen to their state.
 
-    rest: nothing: it stays, there is none, or there is no gradient. fresh: what the step will make is not known yet.
-    away: it is reloaded and offloaded, by chunk.
+    rest: nothing, because it stays, there is none, or there is no gradient; or it is reloaded when it is read, because
+    one call steps all of them. fresh: what the step will make is not known yet. away: it is reloaded and offloaded, by
+    chunk.
     """
 
     rest: list[torch.Tensor] = field(default_factory=list)
@@ -61,12 +64,13 @@ class OffloadedStep:
         Raises what the optimizer raises, with idle streams.
         """
         away, state = self._away, self._optimizer.state
-        parts = self._parts() if may_be_stepped_in_parts(self._optimizer) else None
+        separate = stepped_alone(self._optimizer)
+        parts = self._parts(separate) if separate else None
         before = fingerprint(self._optimizer)
         whole = False
         away.backend.begin_step()
         try:
-            away.begin(state, self._parameters, None if parts is None else list(parts.away))
+            away.begin(state, self._parameters, None if parts is None else self._order(parts))
             with without_hooks(self._optimizer):
                 result = self._call() if parts is None else self._call_in(parts)
             away.finish(self._optimizer.state, self._all())
@@ -83,11 +87,17 @@ class OffloadedStep:
         """Return the parameters that the groups hold now: a step may have changed them."""
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
-    def _parts(self) -> _Parts:
+    def _order(self, parts: _Parts) -> list[Chunk]:
+        """Return the chunks in the order in which the calls are going to use them."""
+        together = (self._away.chunk_of[p] for p in parts.rest if p in self._away.chunk_of and p.grad is not None)
+        return [*dict.fromkeys(together), *parts.away]
+
+    def _parts(self, separate: Set[torch.Tensor]) -> _Parts:
+        """Sort the parameters, of which `separate` may be stepped in calls of their own."""
         parts, away, state = _Parts(), self._away, self._optimizer.state
         for p in dict.fromkeys(self._parameters):
             chunk = away.chunk_of.get(p)
-            if p.grad is None or p in away.staying or (chunk is None and p in state):
+            if p not in separate or p.grad is None or p in away.staying or (chunk is None and p in state):
                 parts.rest.append(p)
             elif chunk is not None:
                 parts.away.setdefault(chunk, []).append(p)
@@ -114,7 +124,7 @@ class OffloadedStep:
 
 def expected_bytes(parameter: torch.Tensor) -> int:
     """Return a guess at the state bytes that a first step will make: two tensors like the parameter."""
-    return 2 * parameter.numel() * parameter.element_size()
+    return 2 * local_of(parameter).numel() * parameter.element_size()
 
 
 # Which optimizers have their state offloaded, whose step may be made of several calls, and how one is narrowed.
@@ -142,17 +152,14 @@ _EACH_ALONE: frozenset[type[torch.optim.Optimizer]] = frozenset(
 )
 """Torch classes whose step uses nothing but one parameter, its gradient and state, and constants of its group."""
 
+_SUMS_OVER_A_PARAMETER = (torch.optim.Adafactor, torch.optim.Muon)
+"""Of these, the classes that sum over a parameter: of a sharded one over ranks, which all have to do in one order."""
+
 _HARMLESS = {
     *("__init__", "__doc__", "__module__", "__qualname__", "__annotations__", "__parameters__", "__orig_bases__"),
     *("__dict__", "__weakref__", "__firstlineno__", "__static_attributes__", "__annotate__", "__repr__"),
 }
 """Names that a subclass may define of its own and still step as its parent does."""
-
-
-def raw_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """Return the class's step without the step hooks that torch wraps around it; it takes the optimizer first."""
-    function: Callable[..., Any] = type(optimizer).step
-    return inspect.unwrap(function, stop=lambda f: "hooked" not in vars(f)) if "hooked" in vars(function) else function
 
 
 def check_optimizer(optimizer: object) -> torch.device:
@@ -175,7 +182,7 @@ def check_optimizer(optimizer: object) -> torch.device:
             why="its state is part of an autograd graph, which copies would cut",
             fix="differentiable=False",
         )
-    _check_step(optimizer, name)
+    check_step(optimizer)
     if not isinstance(optimizer.state, dict):
         raise ModelError(
             f"the state of this {name} is a {type(optimizer.state).__name__}, not a dict",
@@ -191,35 +198,27 @@ def check_optimizer(optimizer: object) -> torch.device:
     return device
 
 
-def watched_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any] | None:
-    """Return what a scheduler has put in place of `optimizer.step`, to see that it is called."""
-    step = vars(optimizer).get("step")
-    return step if getattr(step, "_wrapped_by_lr_sched", False) else None
-
-
-def _check_step(optimizer: torch.optim.Optimizer, name: str) -> None:
-    """Raise ModelError where the step was replaced by a wrapper other than a scheduler's, which would be bypassed."""
-    step = vars(optimizer).get("step")
-    own = step is None or getattr(step, "__func__", None) is type(optimizer).step
-    if not own and watched_step(optimizer) is None:
-        raise ModelError(
-            f"the step of this {name} has been replaced by {getattr(step, '__qualname__', step)!s}",
-            why="hostward calls the class's own step for some parameters at a time, and would pass that one over",
-            fix="offload the states first, then let others wrap the step",
-        )
-
-
 def check_parameter(parameter: torch.Tensor, device: torch.device) -> None:
-    """Raise ModelError unless the parameter is a plain tensor on `device`."""
+    """Raise ModelError unless the parameter is a plain tensor or DTensor on `device`.
+
+    Raises ConfigError where FSDP2 itself offloads it.
+    """
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is not None and parameter.device.type == "cpu" != mesh.device_type:
+        raise ConfigError(
+            "FSDP2's CPUOffloadPolicy together with offload_optimizer_states",
+            why="FSDP2 has the step of its host weights made on the CPU, and state stays there",
+            fix="fully_shard without offload_policy",
+        )
     problem = None
-    if type(parameter.data) is not torch.Tensor:
+    if type(local_of(parameter).data) is not torch.Tensor:
         problem = f"is a {type(parameter.data).__name__}"
     elif parameter.device != device:
         problem = f"lies on {parameter.device}, others on {device}"
     if problem:
         raise ModelError(
             f"a parameter {tuple(parameter.shape)} {problem}",
-            why="the state that moves belongs to plain parameters of one device",
+            why="the state that moves belongs to plain parameters of one device, sharded or not",
             fix="one optimizer for each device, of plain parameters",
         )
 
@@ -245,22 +244,33 @@ def has_a_step_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     return names is not None and vars(optimizer).keys() & names <= {"step"}
 
 
-def may_be_stepped_in_parts(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether separate calls for some parameters each are bitwise identical to one call for all.
+def closes_first(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the optimizer's step calls its closure once, before anything else."""
+    return isinstance(optimizer, CombinedOptimizer) or has_a_step_of_torch(optimizer)
+
+
+def stepped_alone(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
+    """Return the parameters for which separate calls for some each are bitwise identical to one call for all.
 
     torch's own steps treat each parameter alone, but choose between kernels by all that a call is given: gradients of
-    which some only are sparse, or have other strides than their parameters, need one call.
+    which some only are sparse, or have other strides than their parameters, need one call. So do all parameters of
+    steps of other packages.
     """
+    if isinstance(optimizer, CombinedOptimizer):
+        return set().union(*map(stepped_alone, optimizer.optimizers))
     if not has_a_step_of_torch(optimizer):
-        return False
+        return set()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if isinstance(optimizer, _SUMS_OVER_A_PARAMETER) and any(sharding_of(p) is not None for p in parameters):
+        return set()
     for group in optimizer.param_groups:
         gradients = [(p, p.grad) for p in group["params"] if p.grad is not None]
         if any(g.layout is not torch.strided for _, g in gradients):
             if any(g.layout is torch.strided for _, g in gradients):
-                return False
+                return set()
         elif not all(p.stride() == g.stride() and p.dtype is g.dtype and _is_dense(p) for p, g in gradients):
-            return False
-    return True
+            return set()
+    return set(parameters)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -273,19 +283,6 @@ def _is_dense(tensor: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
-
-
-@contextmanager
-def narrowed(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Limit the optimizer to these parameters inside the block; groups keep their place."""
-    members, everything = set(parameters), [(group, group["params"]) for group in optimizer.param_groups]
-    for group, params in everything:
-        group["params"] = [p for p in params if p in members]
-    try:
-        yield
-    finally:
-        for group, params in everything:
-            group["params"] = params
 
 
 @contextmanager
@@ -310,13 +307,17 @@ def fingerprint(optimizer: torch.optim.Optimizer) -> list[object]:
     found: list[object] = []
     for group in optimizer.param_groups:
         for p in group["params"]:
-            found.append(p._version)
+            found.append(version_of(p))
             entry = optimizer.state.get(p)
             if isinstance(entry, dict):
                 away = entry.away if isinstance(entry, Entry) else ()  # H2D and D2H copies write these
                 for key, value in dict.items(entry):
                     tensor = isinstance(value, torch.Tensor)
-                    found += (key, id(value) if tensor else value, value._version if tensor and key not in away else 0)
+                    found += (
+                        key,
+                        id(value) if tensor else value,
+                        version_of(value) if tensor and key not in away else 0,
+                    )
     return found
 
 

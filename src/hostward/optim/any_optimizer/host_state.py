@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hostward.core.inventory import align
+from hostward.model.parameters import local_of, sharded_as, sharding_of
 from hostward.optim.any_optimizer.state_entry import Entry, only_here
 from hostward.runtime.backend import Backend, Buffer, Event, Tier
 
@@ -27,15 +28,20 @@ Bundle = dict[Hashable, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Layout holds what it takes, besides its bytes, to rebuild a strided tensor."""
+    """Layout holds what it takes, besides its bytes, to rebuild a strided tensor, or a DTensor over this rank's part.
+
+    dtype, shape and strides are the part's. sharding: None for a plain tensor.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    sharding: object = None
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Layout:
-        return cls(tensor.dtype, tuple(tensor.shape), tensor.stride())
+        part = local_of(tensor)
+        return cls(part.dtype, tuple(part.shape), part.stride(), sharding_of(tensor))
 
     @property
     def span(self) -> int:
@@ -48,21 +54,33 @@ class Layout:
 
     def view(self, memory: torch.Tensor, offset: int) -> torch.Tensor:
         """Return the tensor over the bytes of `memory` (uint8, flat) from `offset` on."""
-        return memory[offset : offset + self.nbytes].view(self.dtype).as_strided(self.shape, self.strides)
+        part = memory[offset : offset + self.nbytes].view(self.dtype).as_strided(self.shape, self.strides)
+        return sharded_as(part, self.sharding)
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """Allocate a tensor of this layout on `device`."""
+        part = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+        return sharded_as(part, self.sharding)
 
 
 def span_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all bytes of a strided tensor, uint8 [nbytes], holes included."""
-    return tensor.detach().as_strided((Layout.of(tensor).span,), (1,)).view(torch.uint8)
+    """Return all bytes that this rank has of a strided tensor, uint8 [nbytes], holes included."""
+    return local_of(tensor).detach().as_strided((Layout.of(tensor).span,), (1,)).view(torch.uint8)
 
 
 def may_leave(value: object) -> bool:
-    """Return whether a state entry is a plain tensor of several elements, without attributes that its user has set."""
+    """Return whether a state entry is a tensor of several elements, without attributes that its user has set.
+
+    It is a plain tensor, or a DTensor of which this rank has several elements.
+    """
+    if not isinstance(value, torch.Tensor) or value.__dict__ or value.requires_grad:
+        return False
+    part = local_of(value)
     return (
-        type(value) is torch.Tensor
-        and value.layout is torch.strided
-        and value.numel() > 1
-        and not (value.requires_grad or value.is_conj() or value.is_neg() or value.__dict__)
+        type(part) is torch.Tensor
+        and part.layout is torch.strided
+        and part.numel() > 1
+        and not (part.requires_grad or part.is_conj() or part.is_neg() or part.__dict__)
     )
 
 
@@ -115,11 +133,12 @@ def padded_bytes(bundle: Bundle) -> int:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return local_of(tensor).untyped_storage().data_ptr()
 
 
 def _owns_its_memory(tensor: torch.Tensor) -> bool:
-    return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == Layout.of(tensor).nbytes
+    part = local_of(tensor)
+    return part.storage_offset() == 0 and part.untyped_storage().nbytes() == Layout.of(part).nbytes
 
 
 @dataclass(slots=True)

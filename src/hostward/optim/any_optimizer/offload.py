@@ -20,12 +20,11 @@ from hostward.optim.adamw import AdamW
 from hostward.optim.any_optimizer.chunked_step import (
     OffloadedStep,
     check_optimizer,
+    closes_first,
     expected_bytes,
-    has_a_step_of_torch,
-    raw_step,
-    watched_step,
 )
 from hostward.optim.any_optimizer.host_state import bundle_bytes, bundles, cut, may_leave
+from hostward.optim.any_optimizer.own_step import raw_step, watched_step
 from hostward.optim.any_optimizer.staging import CHUNKS_AT_ONCE, AwayState
 from hostward.optim.any_optimizer.state_entry import Maker, at_rest
 from hostward.runtime.backend import Backend
@@ -61,8 +60,8 @@ def offload_optimizer_states(
     during that step.
 
     Args:
-        optimizer: any torch.optim.Optimizer; its parameters are plain tensors on one device. Not `hostward.AdamW`,
-            which has options of its own.
+        optimizer: any torch.optim.Optimizer; its parameters are plain tensors on one device, or DTensors, of which each
+            rank offloads the state of its own part. Not `hostward.AdamW`, which has options of its own.
         fraction: share of the state's bytes that is offloaded, to within one parameter's state. 0: nothing is changed.
         chunk_size_mb: largest chunk, in MiB of state; a parameter is never divided. 0: a 64th of all state, at least 16
             MiB. During a step at most four chunks are on the device, if the step releases one parameter's state
@@ -74,8 +73,9 @@ def offload_optimizer_states(
     references; torch's own rule for memory (`record_stream`) asks for the same.
 
     Raises:
-        ConfigError: `fraction` or `chunk_size_mb` out of range. ModelError: the optimizer's step or state cannot be
-            followed (differentiable=True, a replaced step, a state that is no dict).
+        ConfigError: `fraction` or `chunk_size_mb` out of range, or FSDP2 offloads the parameters itself.
+        ModelError: the optimizer's step or state cannot be followed (differentiable=True, a replaced step, a state that
+            is no dict).
         MemoryLimitError: its present state does not fit the host; everything is as before.
     """
     fraction = checked_fraction(fraction, "fraction")
@@ -304,7 +304,7 @@ class StreamedStates:
         loading, self._loading = self._loading, []
         self._torn = "loading the state"  # until all of it is loaded
         self._away.clear()
-        sizes = [(p, sum(v.nbytes for v in entry.values() if may_leave(v))) for p, _, entry in loading]
+        sizes = [(p, bundle_bytes({k: v for k, v in entry.items() if may_leave(v)})) for p, _, entry in loading]
         limit_bytes = self._away.limit_bytes(sum(nbytes for _, nbytes in sizes))
         entries = {p: (i, entry) for p, i, entry in loading}
         for run in cut(sizes, limit_bytes):
@@ -333,7 +333,7 @@ def _replacement(optimizer: torch.optim.Optimizer, states: StreamedStates) -> Ca
 
     It runs step hooks and closure once, and the optimizer's own step in parts.
     """
-    raw = raw_step(optimizer)
+    raw = raw_step(type(optimizer))
     signature = inspect.signature(raw)
     watched = watched_step(optimizer)
 
@@ -343,7 +343,7 @@ def _replacement(optimizer: torch.optim.Optimizer, states: StreamedStates) -> Ca
             vars(own)["_opt_called"] = True
         if not states.attached:
             return raw(own, *args, **kwargs)
-        if not has_a_step_of_torch(own):
+        if not closes_first(own):
             return states._step(own, lambda: raw(own, *args, **kwargs))
         bound = signature.bind(own, *args, **kwargs)
         closure = bound.arguments.get("closure")

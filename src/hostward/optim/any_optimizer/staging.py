@@ -22,10 +22,12 @@ import torch
 
 from hostward.core.units import MIB
 from hostward.errors import MemoryLimitError
+from hostward.model.parameters import local_of
 from hostward.optim.any_optimizer.host_state import (
     HOST_OWNER,
     Bundle,
     Chunk,
+    Layout,
     Share,
     bundle_bytes,
     bundles,
@@ -35,7 +37,7 @@ from hostward.optim.any_optimizer.host_state import (
     settle,
     span_bytes,
 )
-from hostward.optim.any_optimizer.state_entry import Entry, Maker, State, alias, at_rest, had_elsewhere
+from hostward.optim.any_optimizer.state_entry import Entry, Maker, State, alias, at_rest, had_elsewhere, version_of
 from hostward.runtime.backend import Backend, Buffer, Event, Tier
 from hostward.runtime.pinned_memory import require_host_memory
 from hostward.schedule.ops import Lane
@@ -139,7 +141,7 @@ class Staging:
             if dict.get(entry, key) is home:
                 dict.__setitem__(entry, key, bundle[key])
         entry.away = ()
-        staged.given[parameter] = [t._version for t in bundle.values()]
+        staged.given[parameter] = [version_of(t) for t in bundle.values()]
         self._ahead()
 
     def _follow(self, chunk: Chunk) -> None:
@@ -185,7 +187,7 @@ class Staging:
             places = chunk.places[p]
             bundle = staged.read[p] = {k: device_tensor(place.home, backend.device) for k, place in places.items()}
             sizes = (place.layout.nbytes for place in places.values())
-            memory = (alias(t, nbytes) for t, nbytes in zip(bundle.values(), sizes, strict=True))
+            memory = (alias(local_of(t), nbytes) for t, nbytes in zip(bundle.values(), sizes, strict=True))
             staged.buffers[p] = [Buffer(Tier.DEVICE, data, DEVICE_OWNER) for data in memory]
             targets += staged.buffers[p]
         self._count(targets, 1)
@@ -228,7 +230,7 @@ class Staging:
             settled = {p: settle(self._entries[p], bundle, backend.device) for p, bundle in bundles.items()}
         for p, bundle in bundles.items():
             versions = staged.given.pop(p)
-            self.wrote |= not settled[p] or versions != [t._version for t in bundle.values()]
+            self.wrote |= not settled[p] or versions != [version_of(t) for t in bundle.values()]
             if settled[p]:
                 put_home(self._entries[p], chunk, p)
         self._unsettled += [p for p in settled if not settled[p]]
@@ -292,10 +294,10 @@ class Staging:
 def device_tensor(home: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Allocate device memory for what is stored at `home`, in its layout. Raises MemoryLimitError."""
     try:
-        return torch.empty_strided(home.shape, home.stride(), dtype=home.dtype, device=device)
+        return Layout.of(home).empty(device)
     except torch.OutOfMemoryError as error:
         raise MemoryLimitError(
-            f"{HOST_OWNER}: {home.nbytes:,} bytes of device memory could not be allocated",
+            f"{HOST_OWNER}: {local_of(home).nbytes:,} bytes of device memory could not be allocated",
             why=str(error).splitlines()[0],
             fix="free device memory; a smaller chunk_size_mb takes less during a step",
         ) from error

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
+from hostward.model.parameters import local_of, sharding_of
+
 State = MutableMapping[torch.Tensor, Any]
 """`optimizer.state` has this type."""
 
@@ -162,7 +164,21 @@ def _memory_uses(holder: dict[Any, Any], key: Any) -> int:
 
     Those without a base (`detach`, `.data`) show here only.
     """
-    return int(torch._C._storage_Use_Count(dict.__getitem__(holder, key).untyped_storage()._cdata))
+    return int(torch._C._storage_Use_Count(local_of(dict.__getitem__(holder, key)).untyped_storage()._cdata))
+
+
+def _part_in_use(holder: dict[Any, Any], key: Any) -> bool:
+    """Return whether anything besides a sharded tensor refers to this rank's part of it; False for a plain tensor."""
+    tensor = dict.__getitem__(holder, key)
+    if sharding_of(tensor) is None:
+        return False
+    part = {0: local_of(tensor)}
+    return _references(part, 0) > _REFERENCES + 1 or _uses(part, 0) > _USES
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return a number that grows when the tensor is written, or this rank's part of it if it is sharded."""
+    return tensor._version + local_of(tensor)._version
 
 
 def alias(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
@@ -187,7 +203,8 @@ def only_here(holder: dict[Any, Any], key: Any) -> bool:
     if _references(holder, key) > _REFERENCES:
         return False
     if isinstance(dict.__getitem__(holder, key), torch.Tensor):
-        return _uses(holder, key) <= _USES and _memory_uses(holder, key) <= _MEMORY_USES
+        alone = _uses(holder, key) <= _USES and _memory_uses(holder, key) <= _MEMORY_USES
+        return alone and not _part_in_use(holder, key)
     return True
 
 
@@ -199,7 +216,7 @@ def had_elsewhere(entry: dict[Hashable, Any], given: dict[Hashable, torch.Tensor
     for key in given:
         if _references(given, key) > _REFERENCES + _times(entry, given, key):
             return True
-        if _uses(given, key) > _USES or _memory_uses(given, key) > _MEMORY_USES:
+        if _uses(given, key) > _USES or _memory_uses(given, key) > _MEMORY_USES or _part_in_use(given, key):
             return True
         if _replaced(entry, given, key) and not only_here(entry, key):
             return True
