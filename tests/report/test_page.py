@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from html_reader import Element, read_html
-from report_cases import GIB, MIB, crowded_report, cut_short, gpu_report, gpu_trace
+from report_cases import GIB, MIB, crowded_report, cut_short, gpu_report, gpu_trace, ranks_report, ranks_trace
 
 from hostward.errors import ConfigError
 from hostward.report import formatting, png
@@ -25,6 +25,7 @@ from hostward.report.svg import (
     chosen_step,
     escape,
     ticks,
+    timeline,
 )
 from hostward.runtime.step_trace import Span, SpanKind, Trace
 from hostward.schedule.ops import Lane
@@ -167,6 +168,23 @@ def test_what_was_decided_says_what_each_rank_has_and_tells_weights_from_activat
     text = render(replace(gpu_report(), activations=activations, division=division))
     assert f"<p>Each rank has: {division}.</p>" in text
     assert "<p>weights: 5 GiB on the host</p>\n<p>saved activations: 2 GiB</p>" in text
+
+
+def test_a_page_of_ranks_says_whose_memory_and_streams_it_shows_and_compares_the_ranks() -> None:
+    run = ranks_report()
+    text = sections(read_html(render(run, ranks_trace())))
+    for title in ("Memory over time, by owner", "One step, stream by stream"):
+        assert "Of the first of 4 ranks" in text[title]
+    assert run.ranks is not None
+    assert run.ranks.stragglers[0] in text["Ranks"]
+    assert "gpu-node-1.cluster 2 31.0 GiB 22.0 GiB" in text["Ranks"]
+    assert "3 gpu-node-1.cluster 10.0 ms 200 ms 220 ms 16.0 GiB 11.0 GiB 17.0 GiB" in text["Ranks"]
+    there = sections(read_html(render(simulated(run), ranks_trace())))["Ranks"]
+    assert "3 gpu-node-1.cluster 10.0 ms 200 ms 220 ms 16.0 GiB" in there
+    assert "pinned" not in there
+    alone = render(gpu_report(), gpu_trace())
+    assert "Ranks" not in alone
+    assert "Of the first of" not in alone
 
 
 # --- words ---
@@ -390,6 +408,39 @@ def test_without_a_trace_the_page_says_how_to_get_one() -> None:
     assert "Nothing was timed." in sections(read_html(render(gpu_report())))["One step, stream by stream"]
     text = sections(read_html(render(gpu_report(), Trace())))["One step, stream by stream"]
     assert "The trace holds no operation of hostward." in text
+
+
+@pytest.mark.parametrize("microbatches", [1, 4, 16])
+def test_a_step_of_four_ranks_and_48_layers_stays_small_and_legible(microbatches: int) -> None:
+    """Files are bounded by what can be told apart, not by how many spans there are."""
+    trace = ranks_trace(48, microbatches)
+    text = render(ranks_report(), trace)
+    page = read_html(text)
+    rows = [row for row in page.all("div", class_="lane") if row.all("svg")]
+    assert [row.all("b")[0].text for row in rows] == ["compute", "d2h", "host", "h2d", "update"]
+    assert all(len(row.all("rect")) <= 900 for row in rows)
+    assert len(text.encode()) < 500_000
+    words = page.all("div", class_="phases")[0].text.split()
+    assert words.count("forward") == microbatches + 1  # and the next step's first
+    heights = re.findall(r"\.bar \{[^}]*height: ([\d.]+)rem", text)
+    assert [float(height) for height in heights] == [2.25]
+
+
+def test_marks_of_a_ruler_do_not_meet_on_a_telephone() -> None:
+    """Of steps from 1 µs to 100 s; the bar has 328 pixels there, and a figure of 12.8 pixels takes 8 at most.
+
+    Seen red: "8,000" and "10,000 ms" one over the other.
+    """
+    for n in range(1000):
+        length_s = 1e-6 * 10 ** (8 * n / 999)
+        trace = Trace([Span("offload/d2h/grad/a", Lane.D2H, 0, length_s, 1, 1, kind=SpanKind.COPY)])
+        marks = read_html(timeline(trace, 1)).all("div", class_="ruler")[-1].all("span")
+        right = -4.0
+        for mark in marks:
+            at, width = float(mark.attributes["style"].strip("left:%")) * 3.28, 8.0 * len(mark.text)
+            left = at if mark is marks[0] else at - width if mark.has("class", "end") else at - width / 2
+            assert left > right + 3, (length_s, [m.text for m in marks])
+            right = left + width
 
 
 def test_narrow_neighbours_are_one_rectangle() -> None:

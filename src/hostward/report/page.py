@@ -59,6 +59,7 @@ def render(report: RunReport, trace: Trace | None = None) -> str:
         *_head(report, title),
         *_memory(report),
         *_lanes(report, trace),
+        *_ranks(report),
         *_frontier(report),
         *_predictions(report),
         *_progress(report),
@@ -114,6 +115,7 @@ def _memory(report: RunReport) -> Iterator[str]:
     if not device.at:
         yield "<p>No iteration was sampled.</p>"
         return
+    yield from _of_first(report)
     peak = report.memory.device_peak_bytes
     name = "Simulated device" if report.simulated else "Device"
     note = (
@@ -179,8 +181,35 @@ def _lanes(report: RunReport, trace: Trace | None) -> Iterator[str]:
     lines = trace.summary([step]).explain().splitlines()
     note = " Copies within host memory: times and rates are not those of a GPU." if report.simulated else ""
     drawn = timeline(trace, step, simulated=report.simulated)
+    yield from _of_first(report)
     yield f'<figure aria-label="step {step}, stream by stream">{drawn}'
     yield f"<figcaption>Of step {step} alone:<br>{'<br>'.join(map(escape, lines))}{note}</figcaption></figure>"
+
+
+def _of_first(report: RunReport) -> Iterator[str]:
+    if report.ranks is not None:
+        yield f'<p class="faint">Of the first of {len(report.ranks.ranks)} ranks; “Ranks” compares all of them.</p>'
+
+
+def _ranks(report: RunReport) -> Iterator[str]:
+    if report.ranks is None:
+        return
+    yield "<h2>Ranks</h2>"
+    yield from (f"<p>{escape(sentence)}</p>" for sentence in report.ranks.stragglers)
+    # Without a GPU nothing is pinned, and the device's bytes are those of the host.
+    shown = slice(None, -1 if report.simulated else None)
+    nodes = [(n.node, str(n.ranks), size(n.host_bytes), size(n.pinned_bytes))[shown] for n in report.ranks.nodes]
+    yield _table(("node", "ranks", "host memory", "of it pinned")[shown], nodes)
+    head = "rank", "node", "reading samples", "CPU step", "copies", "host memory", "of it pinned", "device peak"
+    shown = slice(None, -2 if report.simulated else None)
+    rows = [
+        (
+            str(r.rank), r.node, duration(r.data_s), duration(r.host_step_s), duration(r.transfer_s),
+            size(r.host_bytes), size(r.pinned_bytes), size(r.device_peak_bytes),
+        )[shown]
+        for r in report.ranks.ranks
+    ]  # fmt: skip
+    yield _details(f"All {len(rows)} ranks, seconds per iteration", _table(head[shown], rows, left=2))
 
 
 def _frontier(report: RunReport) -> Iterator[str]:
