@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 from dataclasses import replace
@@ -10,11 +11,13 @@ from pathlib import Path
 import pytest
 from html_reader import Element, read_html
 from report_cases import GIB, MIB, crowded_report, cut_short, gpu_report, gpu_trace, ranks_report, ranks_trace
+from rich.console import Console
 
 from hostward.errors import ConfigError
 from hostward.report import formatting, png
+from hostward.report.better_plans import better_plans, sentences as said_of
 from hostward.report.formatting import SEEN, device_stack, host_stack, line
-from hostward.report.page import beaten_by, render, unit_of
+from hostward.report.page import render, unit_of
 from hostward.report.schema import Ended, OffloadReport, OwnerSamples, RunReport, StepMemory
 from hostward.report.svg import (
     Window,
@@ -29,6 +32,7 @@ from hostward.report.svg import (
 )
 from hostward.runtime.step_trace import Span, SpanKind, Trace
 from hostward.schedule.ops import Lane
+from hostward.trainer.report import render as tables
 
 NOTHING = OwnerSamples((), (), {}, None, {}, ())
 
@@ -464,12 +468,13 @@ def test_the_frontier_holds_this_run() -> None:
     assert not read_html(render(only_planned)).all("span", class_="own")
 
 
-def test_the_page_says_by_which_plan_the_runs_own_could_be_beaten() -> None:
+def test_the_report_names_the_plans_that_are_predicted_to_beat_the_runs_own() -> None:
+    """On the page, at its head too, and on the terminal. Seen red: a terminal that said nothing."""
     own, run = replace(gpu_report().predicted, device_peak_bytes=16 * GIB, step_s=0.41), gpu_report()
-    said = [" ".join(beaten_by(replace(run, predicted=own, machine=machine))) for machine in _MACHINES]
+    said = [" ".join(said_of(replace(run, predicted=own, machine=machine))) for machine in _MACHINES]
     same = (
         "In no more device memory than the run's own plan (16.0 GiB), “50 % offloaded”, 16.0 GiB, is predicted to take "
-        "350 ms per step instead of 410 ms (15 % less)."
+        "350 ms per step instead of 410 ms (15 % less); the run took 430 ms."
     )
     change = (
         " To train by such a plan: hostward plan with the run's options and --device-memory 16384MiB --json plan.json, "
@@ -479,15 +484,41 @@ def test_the_page_says_by_which_plan_the_runs_own_could_be_beaten() -> None:
     assert said[0] == f"{same}{change}"
     assert said[1] == (
         f"{same} With the rest of the GPU's 24.0 GiB as well, “25 % offloaded”, 20.0 GiB, is predicted to take 312 ms "
-        f"per step instead of 410 ms (24 % less).{change}"
+        f"per step instead of 410 ms (24 % less); the run took 430 ms.{change}"
     )
-    best = list(beaten_by(replace(run, predicted=replace(own, step_s=0.353))))
-    assert best == ["In no more device memory than the run's own plan (16.0 GiB) no plan is predicted to be faster."]
-    unknown = list(beaten_by(replace(run, predicted=replace(own, step_s=None))))
-    assert unknown == [
+    page = render(replace(run, predicted=own))
+    head, _, rest = page.partition("<h2>Step time against device memory</h2>")
+    assert escape(same) in head
+    assert escape(same) in rest
+    assert same.split()[-7:] == table_of(replace(run, predicted=own)).partition(" To train")[0].split()[-7:]
+
+
+def test_a_run_that_no_plan_beats_or_that_beat_its_prediction_is_told_so() -> None:
+    run = gpu_report()
+    own = replace(run.predicted, device_peak_bytes=16 * GIB, step_s=0.41)
+    alone = replace(run, predicted=replace(own, step_s=0.353))
+    assert said_of(alone) == [
+        "In no more device memory than the run's own plan (16.0 GiB) no plan is predicted to be faster."
+    ]
+    assert better_plans(alone) == []
+    assert "faster plan" not in table_of(alone)
+    unknown = replace(run, predicted=replace(own, step_s=None))
+    assert said_of(unknown) == [
         "Whether one of these plans beats the run's own is not known: the report holds no prediction of its step."
     ]
-    assert escape(same) in render(replace(run, predicted=own))
+    assert better_plans(unknown) == []
+    quick = replace(run, predicted=own, measured=replace(run.measured, step_s=0.34))
+    assert said_of(quick)[0].endswith(
+        "(15 % less); the run took 340 ms, so predictions are too slow here to tell which is faster."
+    )
+
+
+def table_of(report: RunReport) -> str:
+    """What the terminal prints at the end of a run, of as many columns as it takes."""
+    console = Console(width=2000, record=True, file=io.StringIO())
+    for table in tables(report):
+        console.print(table)
+    return console.export_text()
 
 
 _MACHINES = ({"backend": "cuda"}, {"backend": "cuda", "device_memory_bytes": 24 * GIB})

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hostward.core.units import MIB, size, unit_of
-from hostward.plan.decisions import FrontierPoint, faster
-from hostward.plan.result import device_budget
+from hostward.core.units import size, unit_of
+from hostward.plan.decisions import FrontierPoint
+from hostward.report.better_plans import better_plans, sentences
 from hostward.report.formatting import (
     ACTIVATIONS,
     REST,
@@ -81,6 +81,7 @@ def _head(report: RunReport, title: str) -> Iterator[str]:
     if told is not None:
         yield f'<p class="notice" role="status">{escape(told)}</p>'
     yield f'<p class="answer">{escape(answer(report))}</p>'
+    yield from (f"<p>{escape(sentence)}</p>" for sentence in better_plans(report)[:1])
     losses = [loss for loss in report.losses if loss is not None]
     figures = {
         "tokens per second, median step": per_second(report),
@@ -231,49 +232,9 @@ def _frontier(report: RunReport) -> Iterator[str]:
     if own is None and report.simulated:
         yield "<figcaption>This run is not among them: on a simulated device its memory is not counted.</figcaption>"
     yield "</figure>"
-    yield from (f"<p>{escape(sentence)}</p>" for sentence in beaten_by(report))
+    yield from (f"<p>{escape(sentence)}</p>" for sentence in sentences(report))
     rows = [(str(n), p.label, size(p.device_bytes), duration(p.step_s)) for n, p in enumerate(everything, 1)]
     yield _table(("", "plan", "device memory", "step"), rows, left=2)
-
-
-def beaten_by(report: RunReport) -> Iterator[str]:
-    """Yield sentences about plans of the frontier that are predicted to beat the run's own, prediction by prediction.
-
-    The first is about as much device memory as the run's plan takes, the second about all of the GPU's.
-    """
-    own, gpu_bytes = report.predicted, report.machine.get("device_memory_bytes")
-    if own is None or own.step_s is None or own.device_peak_bytes is None:
-        yield "Whether one of these plans beats the run's own is not known: the report holds no prediction of its step."
-        return
-
-    def gain(plan: FrontierPoint) -> str:
-        words = f"“{plan.label}”, {size(plan.device_bytes)}, is predicted to take {duration(plan.step_s)} per step"
-        return f"{words} instead of {duration(own.step_s)} ({percent(1 - plan.step_s / (own.step_s or 1.0))} less)"
-
-    better = faster(report.frontier, own.device_peak_bytes, own.step_s)
-    here = f"In no more device memory than the run's own plan ({size(own.device_peak_bytes)})"
-    yield f"{here}, {gain(better)}." if better else f"{here} no plan is predicted to be faster."
-    if type(gpu_bytes) is int:
-        gpus = 1 if report.ranks is None else len(report.ranks.ranks)
-        best = faster(report.frontier, device_budget(gpu_bytes, gpus), own.step_s)
-        if best is not None and best != better:
-            yield f"With the rest of the GPU's {size(gpu_bytes)} as well, {gain(best)}."
-    if better is not None:
-        yield _change(report, own.device_peak_bytes)
-
-
-_OF_OFFLOADING = ("offload", "recompute", "optimizer.gradients")
-"""Parts of names of options that say what a plan decides instead."""
-
-
-def _change(report: RunReport, device_bytes: int) -> str:
-    """Say which options to leave out, and how to train by a plan within the same device memory."""
-    left = [f"{name}={value}" for name, value in report.options.items() if any(o in name for o in _OF_OFFLOADING)]
-    gpus = 1 if report.ranks is None else len(report.ranks.ranks)
-    within = f" --gpus {gpus}" if gpus > 1 else ""
-    within += f" --device-memory {-(-device_bytes // MIB)}MiB --json plan.json"
-    without = f" Leave out {', '.join(left)}." if left else ""
-    return f"To train by such a plan: hostward plan with the run's options and{within}, then --plan plan.json.{without}"
 
 
 def own_point(report: RunReport) -> FrontierPoint | None:
