@@ -8,6 +8,7 @@ at each in turn.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
 import resource
@@ -211,6 +212,8 @@ def main(disk: Path, memory: Path) -> None:
     torch.set_num_threads(1)
     # Loads what the first save imports, so that no child dies in an import.
     save(memory / "warm-up", 1, value=1)
+    gc.collect()
+    gc.freeze()  # a collection in a child would copy the pages of what is imported, hundreds of times
     die_at_each_event(memory / "kill-new", 2, kill_self)
     die_at_each_event(memory / "kill-same", 1, kill_self)
     die_at_each_event(memory / "interrupt-new", 2, interrupt)

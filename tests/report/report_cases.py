@@ -13,8 +13,11 @@ from hostward.report.schema import (
     Ended,
     Estimate,
     MemoryReport,
+    NodeRow,
     OffloadReport,
     OwnerSamples,
+    RankRow,
+    RanksReport,
     RunReport,
     StepMemory,
 )
@@ -180,6 +183,64 @@ def crowded_report() -> RunReport:
             for i in range(36)
         ),
     )
+
+
+def ranks_report() -> RunReport:
+    """The crowded run on four ranks of two nodes, of which rank 2 reads slowly; weights are sharded and offloaded."""
+    rows = tuple(
+        RankRow(r, f"gpu-node-{r // 2}.cluster", "NVIDIA H200", (13 + r) * GIB, 11 * GIB, 17 * GIB, 0.01, 0.2, 0.22)
+        for r in range(4)
+    )
+    slow = "rank 2: reading samples takes 0.300 s per iteration, 0.010 s in the median of the ranks"
+    rows = (*rows[:2], replace(rows[2], data_s=0.3), rows[3])
+    nodes = tuple(NodeRow(f"gpu-node-{n}.cluster", 2, (27 + 4 * n) * GIB, 22 * GIB) for n in range(2))
+    return replace(
+        crowded_report(),
+        division="weights, gradients and state sharded over 4 ranks, gathered layer by layer",
+        ranks=RanksReport(rows, nodes, (slow,)),
+    )
+
+
+def ranks_trace(layers: int = 48, microbatches: int = 4) -> Trace:
+    """What rank 0 of four traces of steps 5, 6 and 7, of about 2 s: every lane, every kind and both parts of a model.
+
+    Weights are copied for both passes of each microbatch, and some gathers wait for them. Saved activations leave in
+    forward and come for backward. Gradients leave in the last backward; the CPU steps two layers of three in the next
+    forward, and the GPU steps the third with streamed state.
+    """
+    trace, each = Trace(), 0.43 / layers / 2
+
+    def add(name: str, lane: Lane, start_s: float, share: float, nbytes: int, step: int, kind: SpanKind) -> float:
+        trace.add(Span(name, lane, start_s, start_s + share * each, nbytes, step, kind=kind))
+        return start_s + share * each
+
+    for step in (5, 6, 7):
+        at = step * microbatches * 0.46
+        for microbatch in range(microbatches):
+            for i in range(2 * layers):
+                backward = i >= layers
+                name = f"model.layers.{2 * layers - 1 - i if backward else i}"
+                add(f"offload/h2d/layer/{name}", Lane.H2D, at - each, 0.5, 60_000_000, step, SpanKind.COPY)
+                if i % 8 == 0:
+                    at = add(f"offload/wait/weights/gathered/{name}", Lane.COMPUTE, at, 0.4, 0, step, SpanKind.WAIT)
+                end = add(
+                    f"{'backward' if backward else 'forward'}/{name}", Lane.COMPUTE, at, 0.97, 0, step, SpanKind.MARK
+                )
+                way, lane = ("h2d", Lane.H2D) if backward else ("d2h", Lane.D2H)
+                add(f"offload/{way}/activation/{name}", lane, at - 0.4 * each, 0.3, 40_000_000, step, SpanKind.COPY)
+                if backward and microbatch == microbatches - 1:
+                    add(f"offload/norm/{name}", Lane.COMPUTE, end, 0.02, 0, step, SpanKind.KERNEL)
+                    add(f"offload/d2h/grad/{name}", Lane.D2H, end, 0.6, 60_000_000, step, SpanKind.COPY)
+                at += each
+        for layer in range(layers):  # beside the next step's first forward
+            name, at_s = f"model.layers.{layer}", at + (layer - 2) * each
+            if layer % 3 == 2:
+                copied = add(f"offload/h2d/state/{name}", Lane.H2D, at_s, 0.4, 90_000_000, step, SpanKind.COPY)
+                done = add(f"offload/update/{name}", Lane.UPDATE, copied, 0.2, 0, step, SpanKind.KERNEL)
+                add(f"offload/d2h/state/{name}", Lane.D2H, done, 0.4, 90_000_000, step, SpanKind.COPY)
+            else:
+                add(f"offload/host/adamw/{name}", Lane.HOST, at_s, 0.9, 0, step, SpanKind.HOST)
+    return trace
 
 
 def gpu_trace(layers: int = 6) -> Trace:

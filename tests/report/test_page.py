@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 from dataclasses import replace
@@ -9,12 +10,14 @@ from pathlib import Path
 
 import pytest
 from html_reader import Element, read_html
-from report_cases import GIB, MIB, crowded_report, cut_short, gpu_report, gpu_trace
+from report_cases import GIB, MIB, crowded_report, cut_short, gpu_report, gpu_trace, ranks_report, ranks_trace
+from rich.console import Console
 
 from hostward.errors import ConfigError
 from hostward.report import formatting, png
+from hostward.report.better_plans import better_plans, sentences as said_of
 from hostward.report.formatting import SEEN, device_stack, host_stack, line
-from hostward.report.page import beaten_by, render, unit_of
+from hostward.report.page import render, unit_of
 from hostward.report.schema import Ended, OffloadReport, OwnerSamples, RunReport, StepMemory
 from hostward.report.svg import (
     Window,
@@ -25,9 +28,11 @@ from hostward.report.svg import (
     chosen_step,
     escape,
     ticks,
+    timeline,
 )
 from hostward.runtime.step_trace import Span, SpanKind, Trace
 from hostward.schedule.ops import Lane
+from hostward.trainer.report import render as tables
 
 NOTHING = OwnerSamples((), (), {}, None, {}, ())
 
@@ -167,6 +172,23 @@ def test_what_was_decided_says_what_each_rank_has_and_tells_weights_from_activat
     text = render(replace(gpu_report(), activations=activations, division=division))
     assert f"<p>Each rank has: {division}.</p>" in text
     assert "<p>weights: 5 GiB on the host</p>\n<p>saved activations: 2 GiB</p>" in text
+
+
+def test_a_page_of_ranks_says_whose_memory_and_streams_it_shows_and_compares_the_ranks() -> None:
+    run = ranks_report()
+    text = sections(read_html(render(run, ranks_trace())))
+    for title in ("Memory over time, by owner", "One step, stream by stream"):
+        assert "Of the first of 4 ranks" in text[title]
+    assert run.ranks is not None
+    assert run.ranks.stragglers[0] in text["Ranks"]
+    assert "gpu-node-1.cluster 2 31.0 GiB 22.0 GiB" in text["Ranks"]
+    assert "3 gpu-node-1.cluster 10.0 ms 200 ms 220 ms 16.0 GiB 11.0 GiB 17.0 GiB" in text["Ranks"]
+    there = sections(read_html(render(simulated(run), ranks_trace())))["Ranks"]
+    assert "3 gpu-node-1.cluster 10.0 ms 200 ms 220 ms 16.0 GiB" in there
+    assert "pinned" not in there
+    alone = render(gpu_report(), gpu_trace())
+    assert "Ranks" not in alone
+    assert "Of the first of" not in alone
 
 
 # --- words ---
@@ -392,6 +414,39 @@ def test_without_a_trace_the_page_says_how_to_get_one() -> None:
     assert "The trace holds no operation of hostward." in text
 
 
+@pytest.mark.parametrize("microbatches", [1, 4, 16])
+def test_a_step_of_four_ranks_and_48_layers_stays_small_and_legible(microbatches: int) -> None:
+    """Files are bounded by what can be told apart, not by how many spans there are."""
+    trace = ranks_trace(48, microbatches)
+    text = render(ranks_report(), trace)
+    page = read_html(text)
+    rows = [row for row in page.all("div", class_="lane") if row.all("svg")]
+    assert [row.all("b")[0].text for row in rows] == ["compute", "d2h", "host", "h2d", "update"]
+    assert all(len(row.all("rect")) <= 900 for row in rows)
+    assert len(text.encode()) < 500_000
+    words = page.all("div", class_="phases")[0].text.split()
+    assert words.count("forward") == microbatches + 1  # and the next step's first
+    heights = re.findall(r"\.bar \{[^}]*height: ([\d.]+)rem", text)
+    assert [float(height) for height in heights] == [2.25]
+
+
+def test_marks_of_a_ruler_do_not_meet_on_a_telephone() -> None:
+    """Of steps from 1 µs to 100 s; the bar has 328 pixels there, and a figure of 12.8 pixels takes 8 at most.
+
+    Seen red: "8,000" and "10,000 ms" one over the other.
+    """
+    for n in range(1000):
+        length_s = 1e-6 * 10 ** (8 * n / 999)
+        trace = Trace([Span("offload/d2h/grad/a", Lane.D2H, 0, length_s, 1, 1, kind=SpanKind.COPY)])
+        marks = read_html(timeline(trace, 1)).all("div", class_="ruler")[-1].all("span")
+        right = -4.0
+        for mark in marks:
+            at, width = float(mark.attributes["style"].strip("left:%")) * 3.28, 8.0 * len(mark.text)
+            left = at if mark is marks[0] else at - width if mark.has("class", "end") else at - width / 2
+            assert left > right + 3, (length_s, [m.text for m in marks])
+            right = left + width
+
+
 def test_narrow_neighbours_are_one_rectangle() -> None:
     window = Window(0, 1000)
     spans = [Span("a", Lane.D2H, i, i + 0.4, 1, 1, kind=SpanKind.COPY) for i in range(5)]
@@ -413,12 +468,13 @@ def test_the_frontier_holds_this_run() -> None:
     assert not read_html(render(only_planned)).all("span", class_="own")
 
 
-def test_the_page_says_by_which_plan_the_runs_own_could_be_beaten() -> None:
+def test_the_report_names_the_plans_that_are_predicted_to_beat_the_runs_own() -> None:
+    """On the page, at its head too, and on the terminal. Seen red: a terminal that said nothing."""
     own, run = replace(gpu_report().predicted, device_peak_bytes=16 * GIB, step_s=0.41), gpu_report()
-    said = [" ".join(beaten_by(replace(run, predicted=own, machine=machine))) for machine in _MACHINES]
+    said = [" ".join(said_of(replace(run, predicted=own, machine=machine))) for machine in _MACHINES]
     same = (
         "In no more device memory than the run's own plan (16.0 GiB), “50 % offloaded”, 16.0 GiB, is predicted to take "
-        "350 ms per step instead of 410 ms (15 % less)."
+        "350 ms per step instead of 410 ms (15 % less); the run took 430 ms."
     )
     change = (
         " To train by such a plan: hostward plan with the run's options and --device-memory 16384MiB --json plan.json, "
@@ -428,15 +484,41 @@ def test_the_page_says_by_which_plan_the_runs_own_could_be_beaten() -> None:
     assert said[0] == f"{same}{change}"
     assert said[1] == (
         f"{same} With the rest of the GPU's 24.0 GiB as well, “25 % offloaded”, 20.0 GiB, is predicted to take 312 ms "
-        f"per step instead of 410 ms (24 % less).{change}"
+        f"per step instead of 410 ms (24 % less); the run took 430 ms.{change}"
     )
-    best = list(beaten_by(replace(run, predicted=replace(own, step_s=0.353))))
-    assert best == ["In no more device memory than the run's own plan (16.0 GiB) no plan is predicted to be faster."]
-    unknown = list(beaten_by(replace(run, predicted=replace(own, step_s=None))))
-    assert unknown == [
+    page = render(replace(run, predicted=own))
+    head, _, rest = page.partition("<h2>Step time against device memory</h2>")
+    assert escape(same) in head
+    assert escape(same) in rest
+    assert same.split()[-7:] == table_of(replace(run, predicted=own)).partition(" To train")[0].split()[-7:]
+
+
+def test_a_run_that_no_plan_beats_or_that_beat_its_prediction_is_told_so() -> None:
+    run = gpu_report()
+    own = replace(run.predicted, device_peak_bytes=16 * GIB, step_s=0.41)
+    alone = replace(run, predicted=replace(own, step_s=0.353))
+    assert said_of(alone) == [
+        "In no more device memory than the run's own plan (16.0 GiB) no plan is predicted to be faster."
+    ]
+    assert better_plans(alone) == []
+    assert "faster plan" not in table_of(alone)
+    unknown = replace(run, predicted=replace(own, step_s=None))
+    assert said_of(unknown) == [
         "Whether one of these plans beats the run's own is not known: the report holds no prediction of its step."
     ]
-    assert escape(same) in render(replace(run, predicted=own))
+    assert better_plans(unknown) == []
+    quick = replace(run, predicted=own, measured=replace(run.measured, step_s=0.34))
+    assert said_of(quick)[0].endswith(
+        "(15 % less); the run took 340 ms, so predictions are too slow here to tell which is faster."
+    )
+
+
+def table_of(report: RunReport) -> str:
+    """What the terminal prints at the end of a run, of as many columns as it takes."""
+    console = Console(width=2000, record=True, file=io.StringIO())
+    for table in tables(report):
+        console.print(table)
+    return console.export_text()
 
 
 _MACHINES = ({"backend": "cuda"}, {"backend": "cuda", "device_memory_bytes": 24 * GIB})

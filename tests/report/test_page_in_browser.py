@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_cases import crowded_report, cut_short, gpu_report, gpu_trace
+from report_cases import cut_short, gpu_report, gpu_trace, ranks_report, ranks_trace
 
 from hostward.report.page import render
 from hostward.report.schema import Ended
@@ -65,13 +65,22 @@ document.getElementById("f").onload = event => {{
         overlapping.push(e.textContent + " and " + f.textContent);
     }}));
   }}
+  const shortened = [], passes = [];
+  for (const e of doc.querySelectorAll(".phases span")) {{
+    const words = doc.createRange(), box = e.getBoundingClientRect();
+    words.selectNodeContents(e);
+    const found = words.getBoundingClientRect();
+    if (found.top >= box.bottom) continue;  // on a second line, which is not shown
+    passes.push(e.textContent);
+    if (found.left < box.left - 0.5 || found.right > box.right + 0.5) shortened.push(e.textContent);
+  }}
   for (const e of doc.querySelectorAll("dd, .sum, h1, td, th"))
     if (e.scrollWidth > e.clientWidth + 1 && e.clientWidth && !e.closest(".scroll")) clipped.push(e.textContent);
   const shapes = [...doc.querySelectorAll(".legend i:not(.dash)")].map(e =>
     [e.parentElement.textContent, contrast(parse(style(e).backgroundColor), ground(e.parentElement))]);
   const drawings = [...doc.querySelectorAll("svg")].map(e => e.getBoundingClientRect().width);
   document.getElementById("found").textContent = JSON.stringify({{
-    texts, outside, overlapping, clipped, shapes, drawings, ground: ground(doc.body),
+    texts, outside, overlapping, clipped, shortened, passes: passes.length, shapes, drawings, ground: ground(doc.body),
     width: doc.documentElement.scrollWidth, room: view.innerWidth,
   }});
 }};
@@ -128,11 +137,14 @@ def test_the_page_can_be_read(tmp_path: Path, screen: str, scheme: str) -> None:
     assert min(found["drawings"]) > 0.5 * found["room"]
 
 
-def test_a_crowded_page_can_be_read(tmp_path: Path) -> None:
-    """48 layers, 2,000 iterations and 36 plans on a telephone."""
-    found = found_in(tmp_path, render(crowded_report(), gpu_trace(48)), SIZES["telephone"], "light")
+@pytest.mark.parametrize("screen", SIZES)
+def test_a_crowded_page_can_be_read(tmp_path: Path, screen: str) -> None:
+    """Four ranks, 48 layers, 2,000 iterations and 36 plans. The desk has room for the words of eight passes."""
+    found = found_in(tmp_path, render(ranks_report(), ranks_trace()), SIZES[screen], "light")
     assert (found["outside"], found["overlapping"], found["clipped"]) == ([], [], [])
     assert found["width"] <= found["room"]
+    assert found["shortened"] == []
+    assert (found["passes"] == 9) == (screen == "desk")
 
 
 def test_long_words_and_large_numbers_stay_in_their_places(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from hostward import recipes
 from hostward.config.overrides import apply_overrides
 from hostward.config.schema import Config
 from hostward.core.host_limits import Rates
-from hostward.core.placement import Placement
+from hostward.core.placement import Placement, place_fraction
 from hostward.core.units import GIB, MIB
 from hostward.errors import MemoryLimitError
 from hostward.model.fence import unfenced
@@ -34,9 +34,10 @@ from hostward.plan.decisions import Choice, Keep
 from hostward.plan.hardware_profile import profile
 from hostward.plan.memory_model import LOAD, required
 from hostward.plan.search import Candidate, best_share
+from hostward.plan.step_time import predict
 from hostward.trainer import setup
 from hostward.trainer.deferred_init import weights_to_offload
-from hostward.trainer.memory_check import MemoryEstimate, fix_for_plan, require_fit, require_memory
+from hostward.trainer.memory_check import MemoryEstimate, asked_choice, fix_for_plan, require_fit, require_memory
 from hostward.trainer.models import build_model, on_meta, transformers_config
 from hostward.trainer.parallel import Held
 from hostward.trainer.process_group import Ranks
@@ -374,6 +375,21 @@ def test_a_run_that_was_weighed_chooses_its_mix_by_prediction_within_what_is_fre
     choice = Choice((), (Keep.KEEP,) * 12)
     costs = Costs(work, measured(speeds_of(profile("h200")), rates))
     assert found(rates) == best_share(costs, choice, 1.0) > 0.0
+    # The run is predicted anew with the rates and what followed from them, and so are its alternatives.
+    rows = place_fraction(work.inventory.buckets, 1.0, found(rates)).buckets
+    placements = [row.placement for row in rows]
+    free_bytes(monkeypatch, 8 * GIB)
+    before = require_fit(TINY, config, device, 257, None, Ranks())
+    assert before.measured is not None
+    assert before.frontier == (), "looked for once the rates are known"
+    after, slow = (before.measured(r, placements) for r in (rates, replace(rates, host_parameters_per_s=2e7)))
+    assert after.predicted is not None
+    assert slow.predicted is not None
+    own = replace(asked_choice(config, work), placements=tuple(placements))
+    assert after.predicted.step_s == predict(work, own, measured(speeds_of(profile("h200")), rates)).step_s
+    assert after.predicted.device_peak_bytes == required(work, own).device_peak_bytes
+    assert len(after.frontier) > 2
+    assert min(p.step_s for p in slow.frontier[:2]) > min(p.step_s for p in after.frontier[:2])
     # Staging takes memory: where there is none for it, nothing is streamed.
     least = required(work, replace(choice, placements=(Placement.HOST,) * len(work.inventory.buckets)))
     tight = mix_of(least.device_peak_bytes)

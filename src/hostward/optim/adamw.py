@@ -17,6 +17,7 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT
 
 from hostward.config.arguments import named_options
+from hostward.core.host_limits import Rates
 from hostward.core.inventory import Inventory, StateFormat
 from hostward.core.placement import PlacedBucket, Plan
 from hostward.distributed.flat_shards import FlatPart, FlatShards
@@ -514,6 +515,11 @@ class AdamW(torch.optim.Optimizer):
             )
 
     # ---------------------------------------------------------------- facts
+
+    @property
+    def rates(self) -> Rates | None:
+        """Return the rates measured on this machine before state was placed; None if no placement depended on them."""
+        return self._mix.rates
 
     @property
     def plan(self) -> Plan:

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hostward.core.units import MIB, size, unit_of
-from hostward.plan.decisions import FrontierPoint, faster
-from hostward.plan.result import device_budget
+from hostward.core.units import size, unit_of
+from hostward.plan.decisions import FrontierPoint
+from hostward.report.better_plans import better_plans, sentences
 from hostward.report.formatting import (
     ACTIVATIONS,
     REST,
@@ -59,6 +59,7 @@ def render(report: RunReport, trace: Trace | None = None) -> str:
         *_head(report, title),
         *_memory(report),
         *_lanes(report, trace),
+        *_ranks(report),
         *_frontier(report),
         *_predictions(report),
         *_progress(report),
@@ -80,6 +81,7 @@ def _head(report: RunReport, title: str) -> Iterator[str]:
     if told is not None:
         yield f'<p class="notice" role="status">{escape(told)}</p>'
     yield f'<p class="answer">{escape(answer(report))}</p>'
+    yield from (f"<p>{escape(sentence)}</p>" for sentence in better_plans(report)[:1])
     losses = [loss for loss in report.losses if loss is not None]
     figures = {
         "tokens per second, median step": per_second(report),
@@ -114,6 +116,7 @@ def _memory(report: RunReport) -> Iterator[str]:
     if not device.at:
         yield "<p>No iteration was sampled.</p>"
         return
+    yield from _of_first(report)
     peak = report.memory.device_peak_bytes
     name = "Simulated device" if report.simulated else "Device"
     note = (
@@ -179,8 +182,35 @@ def _lanes(report: RunReport, trace: Trace | None) -> Iterator[str]:
     lines = trace.summary([step]).explain().splitlines()
     note = " Copies within host memory: times and rates are not those of a GPU." if report.simulated else ""
     drawn = timeline(trace, step, simulated=report.simulated)
+    yield from _of_first(report)
     yield f'<figure aria-label="step {step}, stream by stream">{drawn}'
     yield f"<figcaption>Of step {step} alone:<br>{'<br>'.join(map(escape, lines))}{note}</figcaption></figure>"
+
+
+def _of_first(report: RunReport) -> Iterator[str]:
+    if report.ranks is not None:
+        yield f'<p class="faint">Of the first of {len(report.ranks.ranks)} ranks; “Ranks” compares all of them.</p>'
+
+
+def _ranks(report: RunReport) -> Iterator[str]:
+    if report.ranks is None:
+        return
+    yield "<h2>Ranks</h2>"
+    yield from (f"<p>{escape(sentence)}</p>" for sentence in report.ranks.stragglers)
+    # Without a GPU nothing is pinned, and the device's bytes are those of the host.
+    shown = slice(None, -1 if report.simulated else None)
+    nodes = [(n.node, str(n.ranks), size(n.host_bytes), size(n.pinned_bytes))[shown] for n in report.ranks.nodes]
+    yield _table(("node", "ranks", "host memory", "of it pinned")[shown], nodes)
+    head = "rank", "node", "reading samples", "CPU step", "copies", "host memory", "of it pinned", "device peak"
+    shown = slice(None, -2 if report.simulated else None)
+    rows = [
+        (
+            str(r.rank), r.node, duration(r.data_s), duration(r.host_step_s), duration(r.transfer_s),
+            size(r.host_bytes), size(r.pinned_bytes), size(r.device_peak_bytes),
+        )[shown]
+        for r in report.ranks.ranks
+    ]  # fmt: skip
+    yield _details(f"All {len(rows)} ranks, seconds per iteration", _table(head[shown], rows, left=2))
 
 
 def _frontier(report: RunReport) -> Iterator[str]:
@@ -202,49 +232,9 @@ def _frontier(report: RunReport) -> Iterator[str]:
     if own is None and report.simulated:
         yield "<figcaption>This run is not among them: on a simulated device its memory is not counted.</figcaption>"
     yield "</figure>"
-    yield from (f"<p>{escape(sentence)}</p>" for sentence in beaten_by(report))
+    yield from (f"<p>{escape(sentence)}</p>" for sentence in sentences(report))
     rows = [(str(n), p.label, size(p.device_bytes), duration(p.step_s)) for n, p in enumerate(everything, 1)]
     yield _table(("", "plan", "device memory", "step"), rows, left=2)
-
-
-def beaten_by(report: RunReport) -> Iterator[str]:
-    """Yield sentences about plans of the frontier that are predicted to beat the run's own, prediction by prediction.
-
-    The first is about as much device memory as the run's plan takes, the second about all of the GPU's.
-    """
-    own, gpu_bytes = report.predicted, report.machine.get("device_memory_bytes")
-    if own is None or own.step_s is None or own.device_peak_bytes is None:
-        yield "Whether one of these plans beats the run's own is not known: the report holds no prediction of its step."
-        return
-
-    def gain(plan: FrontierPoint) -> str:
-        words = f"“{plan.label}”, {size(plan.device_bytes)}, is predicted to take {duration(plan.step_s)} per step"
-        return f"{words} instead of {duration(own.step_s)} ({percent(1 - plan.step_s / (own.step_s or 1.0))} less)"
-
-    better = faster(report.frontier, own.device_peak_bytes, own.step_s)
-    here = f"In no more device memory than the run's own plan ({size(own.device_peak_bytes)})"
-    yield f"{here}, {gain(better)}." if better else f"{here} no plan is predicted to be faster."
-    if type(gpu_bytes) is int:
-        gpus = 1 if report.ranks is None else len(report.ranks.ranks)
-        best = faster(report.frontier, device_budget(gpu_bytes, gpus), own.step_s)
-        if best is not None and best != better:
-            yield f"With the rest of the GPU's {size(gpu_bytes)} as well, {gain(best)}."
-    if better is not None:
-        yield _change(report, own.device_peak_bytes)
-
-
-_OF_OFFLOADING = ("offload", "recompute", "optimizer.gradients")
-"""Parts of names of options that say what a plan decides instead."""
-
-
-def _change(report: RunReport, device_bytes: int) -> str:
-    """Say which options to leave out, and how to train by a plan within the same device memory."""
-    left = [f"{name}={value}" for name, value in report.options.items() if any(o in name for o in _OF_OFFLOADING)]
-    gpus = 1 if report.ranks is None else len(report.ranks.ranks)
-    within = f" --gpus {gpus}" if gpus > 1 else ""
-    within += f" --device-memory {-(-device_bytes // MIB)}MiB --json plan.json"
-    without = f" Leave out {', '.join(left)}." if left else ""
-    return f"To train by such a plan: hostward plan with the run's options and{within}, then --plan plan.json.{without}"
 
 
 def own_point(report: RunReport) -> FrontierPoint | None:

@@ -158,10 +158,10 @@ def plot(
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
-    """Render swatches, each by name of a colour, or "dash", with words."""
+    """Render swatches, each by name of a colour, or "dash" or "pale", with words."""
     items = [
-        f'<li><i class="dash"></i>{escape(words)}</li>'
-        if colour == "dash"
+        f'<li><i class="{colour}"></i>{escape(words)}</li>'
+        if colour in ("dash", "pale")
         else f'<li><i style="background:var(--{colour})"></i>{escape(words)}</li>'
         for colour, words in entries
     ]
@@ -182,9 +182,8 @@ def _y(value: float, y: Axis) -> str:
 _HEIGHT = 10
 _NARROW = 0.7
 """Minimum width of a rectangle, in units of SIDE."""
-_ROOM = 0.17
-"""Width that a word needs on the narrowest screen, as a share."""
-_MS = 1e-3
+_UNITS = ((1.0, "s"), (1e-3, "ms"), (0.0, "µs"))
+"""Units of a ruler, each from this length in seconds on: marks of few digits do not meet on a narrow screen."""
 
 
 def chosen_step(trace: Trace) -> int | None:
@@ -247,27 +246,28 @@ def _legend(shown: Sequence[Span], step: int) -> str:
     styles = {style_of(span) for span in shown}
     entries = [(_colour(style), words) for style, words in WORDS.items() if style in styles]
     if any(span.step != step for span in shown):
-        entries.append((_colour(BACKWARD), "paler: another step"))
+        entries.append(("pale", "paler: another step"))
     return legend(entries)
 
 
 def _phase_words(spans: Sequence[Span], window: Window) -> Iterator[str]:
+    """Yield the stretches of forward and backward; the style sheet hides a word that is wider than its stretch."""
     for phase in phases(spans):
         left, right = window.share(phase.start_s), window.share(phase.end_s)
         word = style_of(phase)
-        shown = word if right - left >= _ROOM else "&nbsp;"
         place = f"left:{100 * left:.2f}%;width:{100 * (right - left):.2f}%"
-        yield f'<span class="{word}" style="{place}">{shown}</span>'
+        yield f'<span class="{word}" style="{place}">{word}</span>'
 
 
 def _ruler(window: Window) -> Iterator[str]:
-    marks = ticks(window.length_s / _MS, 5)
+    unit_s, unit = next((least or 1e-6, name) for least, name in _UNITS if window.length_s >= least)
+    marks = ticks(window.length_s / unit_s, 5)
     step = marks[1] if len(marks) > 1 else 1.0
     for mark in marks:
-        share = mark * _MS / window.length_s
+        share = mark * unit_s / window.length_s
         edge = ' class="end"' if share > 0.9 else ""
-        unit = " ms" if mark == marks[-1] else ""
-        yield f'<span{edge} style="left:{100 * share:.2f}%">{figure(mark, step)}{unit}</span>'
+        last = f" {unit}" if mark == marks[-1] else ""
+        yield f'<span{edge} style="left:{100 * share:.2f}%">{figure(mark, step)}{last}</span>'
 
 
 def _bare(content: str) -> str:

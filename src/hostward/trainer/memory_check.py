@@ -6,7 +6,7 @@ import importlib.util
 import logging
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,7 +34,7 @@ from hostward.optim.placement import ShareOf
 from hostward.plan.budgets import Budgets, refuse, table
 from hostward.plan.cost_model import Costs, Speeds, measured, speeds_of
 from hostward.plan.decisions import Choice, FrontierPoint, Keep
-from hostward.plan.hardware_profile import Hardware, profile_of
+from hostward.plan.hardware_profile import profile_of
 from hostward.plan.memory_model import LOAD, STEADY_STEP, Needs, PhaseNeeds, required
 from hostward.plan.plan_file import PlanFile
 from hostward.plan.rank_partition import first_parts, required_of, sharded
@@ -226,6 +226,10 @@ class MemoryEstimate:
     frontier: tuple[FrontierPoint, ...] = ()
     mix_of: ShareOf | None = None
     """Returns the share of offloaded state to stream; None if unknown, or if nothing depends on it."""
+    measured: Callable[[Rates, Sequence[Placement]], MemoryEstimate] | None = None
+    """Predicts an "auto" mix and its alternatives anew, by measured rates and the placements that followed from them;
+    None where neither changes anything.
+    """
 
 
 def require_fit(
@@ -268,18 +272,29 @@ def require_fit(
     # Predicted seconds are those of a step that overlaps with forward and backward.
     hardware = None if not choice.overlapped else profile_of(torch.cuda.get_device_name(device))
     with_frontier = plan is None and ranks.first and not copies  # a plan has its own; replicas are not offloaded
-    frontier = others(workload, hardware, ranks.local_size, budgets) if with_frontier and hardware is not None else ()
+    speeds = None if hardware is None else speeds_of(hardware, ranks.local_size)
+    most_bytes = None if hardware is None else default_budgets(hardware, ranks.local_size).device_bytes
     known = plan is not None or unplanned(config) is None
-    predicted = estimate(workload, choice, needs, plan, hardware, ranks.local_size) if known else None
+
+    def estimated(choice: Choice, needs: Needs, speeds: Speeds | None) -> MemoryEstimate:
+        frontier = others(workload, speeds, most_bytes, budgets) if with_frontier and speeds is not None else ()
+        return MemoryEstimate(estimate(workload, choice, needs, plan, speeds) if known else None, frontier)
+
     asked = shares(config)
-    if plan is not None or hardware is None or not asked.offload_fraction or isinstance(asked.streamed_fraction, float):
-        return MemoryEstimate(predicted, frontier)
-    speeds, fraction = speeds_of(hardware, ranks.local_size), asked.offload_fraction
+    if plan is not None or speeds is None or not asked.offload_fraction or isinstance(asked.streamed_fraction, float):
+        return estimated(choice, needs, speeds)
+    fraction = asked.offload_fraction
 
     def mix_of(rates: Rates) -> float:
         return best_share(Costs(workload, measured(speeds, rates)), choice, fraction, budgets)
 
-    return MemoryEstimate(predicted, frontier, mix_of)
+    def again(rates: Rates, placements: Sequence[Placement]) -> MemoryEstimate:
+        mixed = replace(choice, placements=tuple(placements))
+        return estimated(mixed, required(workload, mixed), measured(speeds, rates))
+
+    # Its alternatives are looked for once its mix is known, by the same rates.
+    first = estimate(workload, choice, needs, plan, speeds) if known else None
+    return MemoryEstimate(first, (), mix_of, again)
 
 
 def fix_for(config: Config) -> str:
@@ -301,31 +316,33 @@ def fix_for_plan(free: Budgets, ranks: Ranks) -> str:
     return f"hostward plan with the same options and {' '.join(words)} --json FILE; --force starts anyway"
 
 
-def others(workload: Workload, hardware: Hardware, gpus: int, budgets: Budgets) -> tuple[FrontierPoint, ...]:
-    """Return the Pareto-optimal plans by memory and step time within the host's budget, for the report's page.
+def others(workload: Workload, speeds: Speeds, most_bytes: int | None, budgets: Budgets) -> tuple[FrontierPoint, ...]:
+    """Return the Pareto-optimal plans by memory and step time within the host's budget, for the run's report.
 
     There are none without SciPy, which planning needs and training does not.
+
+    Args:
+        most_bytes: the device memory beyond which no plan is of use.
     """
     if importlib.util.find_spec("scipy") is None:
         return ()
-    most_bytes = default_budgets(hardware, gpus).device_bytes
-    found = Frontier(workload, speeds_of(hardware, gpus), required_of(workload), Forced(), most_bytes)
+    found = Frontier(workload, speeds, required_of(workload), Forced(), most_bytes)
     return points_of(workload, found.unbeaten(budgets))
 
 
 def estimate(
-    workload: Workload, choice: Choice, needs: Needs, plan: PlanFile | None, hardware: Hardware | None, gpus: int = 1
+    workload: Workload, choice: Choice, needs: Needs, plan: PlanFile | None, speeds: Speeds | None
 ) -> Estimate:
-    """Predict memory and step time of a run on this many GPUs of a machine.
+    """Predict memory and step time of a run.
 
-    Seconds are unknown without a plan of this workload and without a profile of the GPU.
+    Seconds are unknown without a plan of this workload and without the speeds of the machine.
     """
     step_s = exposed_s = None
     sizes = workload.sequence_tokens, workload.microbatch_sequences, workload.microbatches
     if plan is not None and not plan.workload.other_sizes(*sizes):
         step_s, exposed_s = plan.predicted.step_s, plan.predicted.exposed_s
-    elif hardware is not None:
-        found = predict(workload, choice, speeds_of(hardware, gpus))
+    elif speeds is not None:
+        found = predict(workload, choice, speeds)
         step_s, exposed_s = found.step_s, found.exposed_s
     return Estimate(needs.device_peak_bytes, needs.host_bytes, needs.pinned_bytes, step_s, exposed_s)
 

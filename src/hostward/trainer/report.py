@@ -17,6 +17,7 @@ from hostward.config.validate import shown
 from hostward.core.host_limits import host_memory, resident_bytes
 from hostward.core.placement import Placement
 from hostward.core.units import size, unit_of
+from hostward.report.better_plans import better_plans
 from hostward.report.formatting import duration, per_second
 from hostward.report.schema import (
     FORMAT,
@@ -237,6 +238,8 @@ def render(report: RunReport) -> list[Table]:
         span = iterations(report.offload.first_iteration, report.offload.last_iteration)
         notes = ["copies within host memory: times and rates are not those of a GPU"] if report.simulated else []
         rows |= {"offloading": "\n".join([f"measured in {span}", *report.offload.lines, *notes])}
+    faster = better_plans(report)
+    rows |= {"a faster plan": "\n".join(faster)} if faster else {}
     rows |= _allocator_row(report.step_memory)
     rows |= {"each rank has": report.division} if report.division else {}
     if report.ranks is not None:

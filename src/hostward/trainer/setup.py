@@ -125,6 +125,9 @@ def _prepared(
     mix_of = found.mix_of if all(ranks.gather(found.mix_of is not None)) else None
     # Memory is pinned here. A rank that cannot pin must not leave the others waiting for it.
     optimizer = ranks.agreed(lambda: make_optimizer(held, share, plan, cpus, mix_of))
+    again, rates = found.measured, optimizer.rates
+    if again is not None and rates is not None:
+        found = again(rates, [bucket.placement for bucket in optimizer.plan.buckets])
     stages = [part.model for part in held.parts]
     for whole in stages or [model]:
         recompute_layers(whole, config, plan)
