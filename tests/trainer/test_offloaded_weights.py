@@ -27,6 +27,7 @@ from hostward.core.placement import Placement, place_fraction
 from hostward.core.units import GIB, MIB
 from hostward.errors import MemoryLimitError
 from hostward.model.fence import unfenced
+from hostward.optim.adamw import AdamW
 from hostward.plan import plan_file
 from hostward.plan.budgets import Budgets
 from hostward.plan.cost_model import Costs, measured, speeds_of
@@ -35,6 +36,7 @@ from hostward.plan.hardware_profile import profile
 from hostward.plan.memory_model import LOAD, required
 from hostward.plan.search import Candidate, best_share
 from hostward.plan.step_time import predict
+from hostward.report.schema import Estimate
 from hostward.trainer import setup
 from hostward.trainer.deferred_init import weights_to_offload
 from hostward.trainer.memory_check import MemoryEstimate, asked_choice, fix_for_plan, require_fit, require_memory
@@ -355,6 +357,28 @@ def test_what_other_layouts_need_without_activations_is_refused_with_the_table(
     assert "optimizer state " in told
     assert ("gathered weights " in told) == ranks.divided
     assert any("host, steady step: optimizer state " in line for line in lines)
+
+
+def test_a_run_is_predicted_anew_by_the_rates_and_the_placements_of_its_optimizer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rates, asked = Rates(1e9, 4e10, 8e8, 3e10, 2e10), []
+
+    def again(*of: Any) -> MemoryEstimate:
+        asked.append(of)
+        return MemoryEstimate(Estimate(1, 2, 3, 4.0, 5.0))
+
+    def weighed(*_: object) -> MemoryEstimate:
+        return MemoryEstimate(Estimate(9, 9, 9, 9.0, 9.0), measured=again)
+
+    monkeypatch.setattr(setup, "require_fit", weighed)
+    config = apply_overrides(recipes.load(TINY), ["optimizer.optimizer_cpu_offload=True", "train.device=cpu"])
+    assert setup.prepare(TINY, config, run_dir=tmp_path).predicted == Estimate(9, 9, 9, 9.0, 9.0), "nothing measured"
+    assert not asked
+    monkeypatch.setattr(AdamW, "rates", property(lambda _: rates))
+    run = setup.prepare(TINY, config, run_dir=tmp_path)
+    assert run.predicted == Estimate(1, 2, 3, 4.0, 5.0)
+    assert asked == [(rates, [bucket.placement for bucket in run.optimizer.plan.buckets])]
 
 
 def test_a_run_that_was_weighed_chooses_its_mix_by_prediction_within_what_is_free(

@@ -21,6 +21,7 @@ from hostward.config.schema import Config, get_option, options
 from hostward.config.validate import check, idle_switches, shown
 from hostward.core.inventory import Dtype
 from hostward.errors import ConfigError, DataError, DeviceError
+from hostward.optim.adamw import AdamW
 from hostward.optim.sharded import StagesScaler
 from hostward.plan.plan_file import PlanFile
 from hostward.runtime.backend import TORCH_DTYPES
@@ -125,9 +126,7 @@ def _prepared(
     mix_of = found.mix_of if all(ranks.gather(found.mix_of is not None)) else None
     # Memory is pinned here. A rank that cannot pin must not leave the others waiting for it.
     optimizer = ranks.agreed(lambda: make_optimizer(held, share, plan, cpus, mix_of))
-    again, rates = found.measured, optimizer.rates
-    if again is not None and rates is not None:
-        found = again(rates, [bucket.placement for bucket in optimizer.plan.buckets])
+    found = ranks.agreed(lambda: _as_placed(found, optimizer))
     stages = [part.model for part in held.parts]
     for whole in stages or [model]:
         recompute_layers(whole, config, plan)
@@ -143,6 +142,13 @@ def _prepared(
         checkpointing.load(run, resume_from, with_weights=False)
     run.begin_at(run.iteration)
     return run
+
+
+def _as_placed(found: MemoryEstimate, optimizer: AdamW) -> MemoryEstimate:
+    """Return the estimate for the placements that the optimizer has chosen, by the rates that it measured."""
+    if found.measured is None or optimizer.rates is None:
+        return found
+    return found.measured(optimizer.rates, [bucket.placement for bucket in optimizer.plan.buckets])
 
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
