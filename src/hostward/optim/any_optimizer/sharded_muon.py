@@ -26,6 +26,7 @@ from hostward.distributed import fsdp2
 from hostward.errors import ModelError
 from hostward.model.parameters import local_of, sharding_of
 from hostward.optim.any_optimizer.own_step import narrowed, raw_step
+from hostward.optim.any_optimizer.state_entry import at_rest
 
 BATCH_BYTES = 64 * MIB
 """A batch takes no more matrices once it has one, and this many bytes of whole ones in bf16, for each rank."""
@@ -90,7 +91,7 @@ def step_sharded(optimizer: torch.optim.Muon) -> None:
     """Step all parameters; those that are not sharded are stepped by Muon's own step.
 
     Raises:
-        ModelError: a gradient is not sharded as its matrix, or the step would write into the momentum.
+        ModelError: a gradient or momentum is not sharded as its matrix, or the step would write into the momentum.
     """
     plain = [p for group in optimizer.param_groups for p in group["params"] if sharding_of(p) is None]
     if plain:
@@ -114,6 +115,13 @@ def _matrix(optimizer: torch.optim.Muon, group: dict[str, Any], parameter: torch
             f"parameter {_name(optimizer, parameter)!r} of Muon has a gradient that is not sharded as it is",
             why="each rank makes the update of its part from its part of the gradient",
             fix="step after FSDP2 has reduced the gradients",
+        )
+    momentum = at_rest(optimizer.state.get(parameter, {})).get("momentum_buffer")
+    if momentum is not None and (sharding_of(momentum) is None or not fsdp2.same_placement(momentum, parameter)):
+        raise ModelError(
+            f"parameter {_name(optimizer, parameter)!r} of Muon has a momentum that is not sharded as it is",
+            why="a state that was saved without FSDP2, or by other ranks, was loaded as it is",
+            fix="load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which shards it",
         )
     if gradient.dtype is torch.bfloat16 and not group["nesterov"]:
         raise ModelError(
