@@ -8,7 +8,8 @@
 
 Momentum, update and weights are elementwise, and the iteration begins by rounding to bf16: what is exchanged is what it
 would round to, so that bits are those of one process. Matrices are exchanged in batches, in the order of parameters, in
-which their momentum is reloaded from the host.
+which their momentum is reloaded from the host. The first exchange of a batch overlaps with the iterations of the batch
+before it.
 """
 
 from __future__ import annotations
@@ -104,8 +105,13 @@ def step_sharded(optimizer: torch.optim.Muon) -> None:
                 matrix = _matrix(optimizer, group, p)
                 by_ranks.setdefault(matrix.ranks, []).append(matrix)
     for matrices in by_ranks.values():
+        before: Iterator[None] = iter(())
         for batch in _batches(matrices):
-            _step_batch(optimizer, batch)
+            step = _step_batch(optimizer, batch)
+            next(step)
+            next(before, None)
+            before = step
+        next(before, None)
 
 
 def _matrix(optimizer: torch.optim.Muon, group: dict[str, Any], parameter: torch.Tensor) -> _Matrix:
@@ -158,8 +164,8 @@ def _by_owner(batch: Sequence[_Matrix]) -> list[list[_Matrix]]:
     return owned
 
 
-def _step_batch(optimizer: torch.optim.Muon, batch: Sequence[_Matrix]) -> None:
-    """Step matrices that the same ranks share."""
+def _step_batch(optimizer: torch.optim.Muon, batch: Sequence[_Matrix]) -> Iterator[None]:
+    """Step matrices that the same ranks share. Yields once, while their parts are under way to their owners."""
     owned, me, ranks = _by_owner(batch), batch[0].index, batch[0].ranks
     sent = [sum(m.part_elements(me) for m in matrices) for matrices in owned]
     kept = [sum(m.part_elements(rank) for m in owned[me]) for rank in range(len(owned))]
@@ -169,7 +175,10 @@ def _step_batch(optimizer: torch.optim.Muon, batch: Sequence[_Matrix]) -> None:
     parts = dict(zip(in_order, _cut(mine, [m.part_shape(me) for m in in_order]), strict=True))
     for matrix in batch:
         parts[matrix].copy_(local_of(_update(optimizer, matrix)))
-    gathered = _exchange(mine, sent, kept, ranks)
+    gathered, arrival = _exchange(mine, sent, kept, ranks)
+    yield
+    if arrival is not None:
+        arrival.wait()
     shapes = [m.part_shape(rank) for rank in range(len(owned)) for m in owned[me]]
     pieces = list(_cut(gathered, shapes))
     for i, matrix in enumerate(owned[me]):
@@ -181,7 +190,10 @@ def _step_batch(optimizer: torch.optim.Muon, batch: Sequence[_Matrix]) -> None:
         orthogonal = _muon._zeropower_via_newtonschulz(whole, *options)
         for rank, piece in of_ranks:
             piece.copy_(matrix.part(orthogonal, rank))
-    mine.copy_(_exchange(gathered, kept, sent, ranks))
+    back, arrival = _exchange(gathered, kept, sent, ranks)
+    if arrival is not None:
+        arrival.wait()
+    mine.copy_(back)
     for matrix in batch:
         _apply(matrix, parts[matrix])
 
@@ -215,10 +227,13 @@ def _cut(flat: torch.Tensor, shapes: Iterable[tuple[int, int]]) -> Iterator[torc
 
 def _exchange(
     flat: torch.Tensor, sent: Sequence[int], received: Sequence[int], ranks: dist.ProcessGroup | None
-) -> torch.Tensor:
-    """Return what the ranks send to this one; `sent` and `received` are numbers of elements, by rank."""
+) -> tuple[torch.Tensor, dist.Work | None]:
+    """Return what the ranks send to this one, once the work is waited for; None: it is there.
+
+    `sent` and `received` are numbers of elements, by rank. `flat` stays as it is until then.
+    """
     if ranks is None:
-        return flat
+        return flat, None
     result = flat.new_empty(sum(received))
-    dist.all_to_all_single(result, flat, list(received), list(sent), group=ranks)
-    return result
+    work = dist.all_to_all_single(result, flat, list(received), list(sent), group=ranks, async_op=True)
+    return result, work
