@@ -214,6 +214,15 @@ def _gradient_of_another_placement() -> None:
     optimizer.step()
 
 
+def _momentum_of_one_process() -> None:
+    model: Any = sharded()
+    p = model.blocks[0].up.weight
+    optimizer = hostward.CombinedOptimizer(torch.optim.Muon([("up", p)]))
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: {"momentum_buffer": torch.ones(p.shape)}}})
+    set_gradients(model, 0)
+    optimizer.step()
+
+
 def _momentum_in_bf16() -> None:
     model: Any = sharded(dtype="bf16")
     optimizer = optimizer_of("plain momentum", model)

@@ -104,6 +104,7 @@ def test_a_write_into_a_part_makes_a_failed_step_known(pair: World) -> None:
 REFUSED = {
     "tensor_parallel_as_well": ("world", "ModelError: parameter 'of shape (165, 33)' is placed as"),
     "gradient_of_another_placement": ("pair", "ModelError: parameter 'up' of Muon has a gradient that is not sharded"),
+    "momentum_of_one_process": ("pair", "ModelError: parameter 'up' of Muon has a momentum that is not sharded"),
     "momentum_in_bf16": ("pair", "ModelError: parameter 'of shape (3, 33)' of Muon: bf16 gradients with nesterov="),
 }
 

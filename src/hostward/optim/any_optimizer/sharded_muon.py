@@ -8,7 +8,8 @@
 
 Momentum, update and weights are elementwise, and the iteration begins by rounding to bf16: what is exchanged is what it
 would round to, so that bits are those of one process. Matrices are exchanged in batches, in the order of parameters, in
-which their momentum is reloaded from the host.
+which their momentum is reloaded from the host. The first exchange of a batch overlaps with the iterations of the batch
+before it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from hostward.distributed import fsdp2
 from hostward.errors import ModelError
 from hostward.model.parameters import local_of, sharding_of
 from hostward.optim.any_optimizer.own_step import narrowed, raw_step
+from hostward.optim.any_optimizer.state_entry import at_rest
 
 BATCH_BYTES = 64 * MIB
 """A batch takes no more matrices once it has one, and this many bytes of whole ones in bf16, for each rank."""
@@ -90,7 +92,7 @@ def step_sharded(optimizer: torch.optim.Muon) -> None:
     """Step all parameters; those that are not sharded are stepped by Muon's own step.
 
     Raises:
-        ModelError: a gradient is not sharded as its matrix, or the step would write into the momentum.
+        ModelError: a gradient or momentum is not sharded as its matrix, or the step would write into the momentum.
     """
     plain = [p for group in optimizer.param_groups for p in group["params"] if sharding_of(p) is None]
     if plain:
@@ -103,8 +105,13 @@ def step_sharded(optimizer: torch.optim.Muon) -> None:
                 matrix = _matrix(optimizer, group, p)
                 by_ranks.setdefault(matrix.ranks, []).append(matrix)
     for matrices in by_ranks.values():
+        before: Iterator[None] = iter(())
         for batch in _batches(matrices):
-            _step_batch(optimizer, batch)
+            step = _step_batch(optimizer, batch)
+            next(step)
+            next(before, None)
+            before = step
+        next(before, None)
 
 
 def _matrix(optimizer: torch.optim.Muon, group: dict[str, Any], parameter: torch.Tensor) -> _Matrix:
@@ -114,6 +121,13 @@ def _matrix(optimizer: torch.optim.Muon, group: dict[str, Any], parameter: torch
             f"parameter {_name(optimizer, parameter)!r} of Muon has a gradient that is not sharded as it is",
             why="each rank makes the update of its part from its part of the gradient",
             fix="step after FSDP2 has reduced the gradients",
+        )
+    momentum = at_rest(optimizer.state.get(parameter, {})).get("momentum_buffer")
+    if momentum is not None and (sharding_of(momentum) is None or not fsdp2.same_placement(momentum, parameter)):
+        raise ModelError(
+            f"parameter {_name(optimizer, parameter)!r} of Muon has a momentum that is not sharded as it is",
+            why="a state that was saved without FSDP2, or by other ranks, was loaded as it is",
+            fix="load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which shards it",
         )
     if gradient.dtype is torch.bfloat16 and not group["nesterov"]:
         raise ModelError(
@@ -150,8 +164,8 @@ def _by_owner(batch: Sequence[_Matrix]) -> list[list[_Matrix]]:
     return owned
 
 
-def _step_batch(optimizer: torch.optim.Muon, batch: Sequence[_Matrix]) -> None:
-    """Step matrices that the same ranks share."""
+def _step_batch(optimizer: torch.optim.Muon, batch: Sequence[_Matrix]) -> Iterator[None]:
+    """Step matrices that the same ranks share. Yields once, while their parts are under way to their owners."""
     owned, me, ranks = _by_owner(batch), batch[0].index, batch[0].ranks
     sent = [sum(m.part_elements(me) for m in matrices) for matrices in owned]
     kept = [sum(m.part_elements(rank) for m in owned[me]) for rank in range(len(owned))]
@@ -161,7 +175,10 @@ def _step_batch(optimizer: torch.optim.Muon, batch: Sequence[_Matrix]) -> None:
     parts = dict(zip(in_order, _cut(mine, [m.part_shape(me) for m in in_order]), strict=True))
     for matrix in batch:
         parts[matrix].copy_(local_of(_update(optimizer, matrix)))
-    gathered = _exchange(mine, sent, kept, ranks)
+    gathered, arrival = _exchange(mine, sent, kept, ranks)
+    yield
+    if arrival is not None:
+        arrival.wait()
     shapes = [m.part_shape(rank) for rank in range(len(owned)) for m in owned[me]]
     pieces = list(_cut(gathered, shapes))
     for i, matrix in enumerate(owned[me]):
@@ -173,7 +190,10 @@ def _step_batch(optimizer: torch.optim.Muon, batch: Sequence[_Matrix]) -> None:
         orthogonal = _muon._zeropower_via_newtonschulz(whole, *options)
         for rank, piece in of_ranks:
             piece.copy_(matrix.part(orthogonal, rank))
-    mine.copy_(_exchange(gathered, kept, sent, ranks))
+    back, arrival = _exchange(gathered, kept, sent, ranks)
+    if arrival is not None:
+        arrival.wait()
+    mine.copy_(back)
     for matrix in batch:
         _apply(matrix, parts[matrix])
 
@@ -207,10 +227,13 @@ def _cut(flat: torch.Tensor, shapes: Iterable[tuple[int, int]]) -> Iterator[torc
 
 def _exchange(
     flat: torch.Tensor, sent: Sequence[int], received: Sequence[int], ranks: dist.ProcessGroup | None
-) -> torch.Tensor:
-    """Return what the ranks send to this one; `sent` and `received` are numbers of elements, by rank."""
+) -> tuple[torch.Tensor, dist.Work | None]:
+    """Return what the ranks send to this one, once the work is waited for; None: it is there.
+
+    `sent` and `received` are numbers of elements, by rank. `flat` stays as it is until then.
+    """
     if ranks is None:
-        return flat
+        return flat, None
     result = flat.new_empty(sum(received))
-    dist.all_to_all_single(result, flat, list(received), list(sent), group=ranks)
-    return result
+    work = dist.all_to_all_single(result, flat, list(received), list(sent), group=ranks, async_op=True)
+    return result, work
