@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Generic, Protocol, TypeVar
 
-from hostward.core.placement import Placement, place_fraction
+from hostward.core.placement import Placement, placements_of
 from hostward.plan.cost_model import Costs
 from hostward.plan.decisions import ELEMENTWISE, LEAVES, RECOMPUTED, Choice, Keep
 from hostward.plan.solver import LAST_STAY, STAYING, TREATMENTS, Forced
@@ -50,10 +50,16 @@ class Neighbourhood:
     costs: Costs
     forced: Forced
     weights_vary: bool = True
+    _placements: dict[tuple[frozenset[str], float, float], tuple[Placement, ...]] = field(default_factory=dict)
+    _free_beside: dict[frozenset[str], list[int]] = field(default_factory=dict)
 
     @property
     def workload(self) -> Workload:
         return self.costs.workload
+
+    @cached_property
+    def _state_bytes(self) -> Sequence[int]:
+        return [bucket.state_bytes for bucket in self.workload.inventory.buckets]
 
     @cached_property
     def names(self) -> Sequence[str]:
@@ -117,7 +123,7 @@ class Neighbourhood:
             number = min(max(number, 0), self.most_away)
             if number != len(choice.offloaded_weights):
                 yield self.away(choice, number)
-        state_bytes = sum(self.workload.inventory.buckets[i].state_bytes for i in self._free(choice))
+        state_bytes = sum([self._state_bytes[i] for i in self._free(choice)])
         if state_bytes:
             yield from self._placed(choice, -free_bytes / state_bytes, 0.0)
         held = {keep: 0.0 if keep in LEAVES else cost.held_bytes(keep) for keep in self.treatments}
@@ -182,14 +188,17 @@ class Neighbourhood:
 
     def _free(self, choice: Choice) -> list[int]:
         """Return the buckets whose placement may vary."""
-        buckets, away = self.workload.inventory.buckets, choice.offloaded_weights
-        return [i for i, b in enumerate(buckets) if i not in self.forced.placements and b.layer not in away]
+        away = choice.offloaded_weights
+        if away not in self._free_beside:
+            buckets, forced = self.workload.inventory.buckets, self.forced.placements
+            self._free_beside[away] = [i for i, b in enumerate(buckets) if i not in forced and b.layer not in away]
+        return self._free_beside[away]
 
     def shares(self, choice: Choice) -> tuple[float, float]:
         """Return the share of the free buckets' state that is offloaded, and the share of that which is streamed."""
-        buckets, sizes = self.workload.inventory.buckets, dict.fromkeys(Placement, 0)
+        state_bytes, sizes = self._state_bytes, dict.fromkeys(Placement, 0)
         for i in self._free(choice):
-            sizes[choice.placements[i]] += buckets[i].state_bytes
+            sizes[choice.placements[i]] += state_bytes[i]
         offloaded = sizes[Placement.STREAMED] + sizes[Placement.HOST]
         total = offloaded + sizes[Placement.DEVICE]
         return offloaded / total if total else 1.0, sizes[Placement.STREAMED] / offloaded if offloaded else 0.0
@@ -202,13 +211,14 @@ class Neighbourhood:
 
     def placed(self, choice: Choice, fraction: float, streamed: float) -> Choice:
         """Return the choice with these shares of the free buckets' state; those of offloaded layers are on the host."""
-        buckets = self.workload.inventory.buckets
-        free = self._free(choice)
-        rows = place_fraction([buckets[i] for i in free], fraction, streamed).buckets
-        found = [self.forced.placements.get(i, Placement.HOST) for i in range(len(buckets))]
-        for i, row in zip(free, rows, strict=True):
-            found[i] = row.placement
-        return replace(choice, placements=tuple(found))
+        key = choice.offloaded_weights, fraction, streamed
+        if key not in self._placements:
+            buckets, free = self.workload.inventory.buckets, self._free(choice)
+            found = [self.forced.placements.get(i, Placement.HOST) for i in range(len(buckets))]
+            for i, placement in zip(free, placements_of([buckets[i] for i in free], fraction, streamed), strict=True):
+                found[i] = placement
+            self._placements[key] = tuple(found)
+        return replace(choice, placements=self._placements[key])
 
 
 class Judged(Protocol):

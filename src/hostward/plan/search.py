@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import groupby
 
-from hostward.core.placement import Placement, place_fraction, summed_on_host
+from hostward.core.placement import Placement, placements_of, summed_on_host
 from hostward.plan.budgets import Budgets, Required
 from hostward.plan.cost_model import SUM_BYTES, Costs, Speeds, balanced_share
 from hostward.plan.decisions import ELEMENTWISE, LEAVES, Choice, Keep
@@ -116,6 +116,7 @@ class Frontier:
         self._required = required
         self._forced = forced or Forced()
         self._seen: dict[Choice, Candidate] = {}
+        self._placed: dict[tuple[float, float, frozenset[str]], tuple[Placement, ...]] = {}
         plain = self._plain()
         choice = self._settled(plain, on_host=bool(self._forced.gradients_on_host))
         self.base = self._seen[choice] = Candidate(choice, required(workload, choice), self.costs)
@@ -337,16 +338,18 @@ class Frontier:
 
     def _alike(self, fraction: float, streamed: float, keep: Keep, weights: frozenset[str]) -> Candidate:
         forced, buckets = self._forced, self.workload.inventory.buckets
-        rows = place_fraction(buckets, fraction, streamed).buckets
-        placements = tuple(
-            forced.placements.get(i, Placement.HOST if bucket.layer in weights else row.placement)
-            for i, (bucket, row) in enumerate(zip(buckets, rows, strict=True))
-        )
+        key = fraction, streamed, weights
+        if key not in self._placed:
+            found = zip(buckets, placements_of(buckets, fraction, streamed), strict=True)
+            self._placed[key] = tuple(
+                forced.placements.get(i, Placement.HOST if bucket.layer in weights else placement)
+                for i, (bucket, placement) in enumerate(found)
+            )
         keeps = [keep] * len(self.workload.repeated)
         if keep is Keep.RECOMPUTE_OFFLOAD:
             keeps[-LAST_STAY:] = [Keep.RECOMPUTE] * min(LAST_STAY, len(keeps))
         chosen = tuple(forced.activations.get(i, keep) for i, keep in enumerate(keeps))
-        return self._add(Choice(placements, chosen, weights))
+        return self._add(Choice(self._placed[key], chosen, weights))
 
     # ------------------------------------------------------------------ answers
 
@@ -452,8 +455,7 @@ def best_share(costs: Costs, choice: Choice, offload_fraction: float, budgets: B
 
     def judged(part: int) -> tuple[bool, float]:
         if part not in seen:
-            rows = place_fraction(buckets, offload_fraction, part / _FINE).buckets
-            tried = replace(choice, placements=tuple(row.placement for row in rows))
+            tried = replace(choice, placements=tuple(placements_of(buckets, offload_fraction, part / _FINE)))
             needs = memory.required(tried)
             seen[part] = bool(budgets and budgets.over(needs)), predict_of(costs, tried, needs).step_s
         return seen[part]
