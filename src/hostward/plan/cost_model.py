@@ -16,6 +16,7 @@ from hostward.plan.hardware_profile import Hardware, profile_of
 from hostward.plan.lane_simulator import Queue, Slowdown
 from hostward.plan.workload import Layer, PerToken, Workload
 from hostward.schedule.optimizer import LANDING_BUFFERS
+from hostward.schedule.staging import MIN_STAGING_BUFFERS
 
 # Measured on forward and backward of decoder models in benchmarks/results (1.7 B at 8 K and 32 K tokens, 8 B at 16 K):
 # shares of one large matrix product's rate and of the device memory's peak bandwidth.
@@ -320,10 +321,12 @@ class Moved:
     largest_bytes: int
 
     def staged(self, slots: int) -> int:
-        """Return the number of streamed units that fit in so many staging buffers."""
-        if not self.reads_s:
-            return 0
-        return max(1, min(len(self.reads_s), slots * self.slot_bytes // self.largest_bytes))
+        """Return the number of streamed units that are in staging buffers at a time.
+
+        A unit is of several buckets. Where not two of them fit, one bucket is still read while another is written.
+        """
+        fitting = slots * self.slot_bytes // self.largest_bytes if self.reads_s else 0
+        return min(len(self.reads_s), max(MIN_STAGING_BUFFERS, fitting))
 
 
 class Costs:

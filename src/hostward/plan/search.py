@@ -19,7 +19,7 @@ from hostward.plan.budgets import Budgets, Required
 from hostward.plan.cost_model import SUM_BYTES, Costs, Speeds, balanced_share
 from hostward.plan.decisions import ELEMENTWISE, LEAVES, Choice, Keep
 from hostward.plan.memory_model import LOAD, MemoryModel, Needs
-from hostward.plan.refinement import Neighbourhood, PatternSearch, fastest
+from hostward.plan.refinement import WORTH_FOLLOWING, Neighbourhood, PatternSearch, fastest
 from hostward.plan.solver import LAST_STAY, Forced, Limits, LinearProgram
 from hostward.plan.step_time import Prediction, least_s, predict_of
 from hostward.plan.workload import Workload
@@ -41,8 +41,6 @@ _BOTH_AT = 2
 """Both are tried at every second fraction, and at the least ones: each candidate costs a plan some milliseconds."""
 _ALIKE = 0.005
 """Share of the step's time by which a plan with fewer offloaded layers of weights may be slower."""
-_WORTH_FOLLOWING = 0.1
-"""Share of the step's time by which choices of several kinds may differ where the planner searches around each."""
 _NEARLY = 0.1
 """Share of a budget by which the nearest candidate may exceed it where the planner still searches around it."""
 _EVEN = (Keep.KEEP, Keep.ELEMENTWISE, Keep.RECOMPUTE)
@@ -178,11 +176,17 @@ class Frontier:
             peak = candidate.needs.device_peak_bytes
             return budgets.limits.get("device", peak) - peak
 
-        search = PatternSearch(around, self._judged, excess, free)
+        asked = self._forced.gradients_on_host
+        places = (False, True)[: min(2, self.workload.microbatches)] if asked is None else (asked,)
+
+        def judge(choice: Choice, on_host: bool) -> Candidate:
+            return self._weigh(choice, on_host=on_host)
+
+        search = PatternSearch(around, judge, places, excess, free)
         start = search.best(self._seen.values())
         if not excess(start) and start.prediction.step_s <= self.base.prediction.step_s:
             return self.best(budgets)  # nothing is predicted to be faster
-        spread = search.spread(start.choice, balanced_share(self.costs.speeds, self.workload))
+        spread = search.spread(start.choice)
         # No variation leads from few layers with offloaded weights to many, or between two kinds of recomputation.
         apart: dict[tuple[bool, bool], list[Candidate]] = {}
         for found in [start, *spread]:
@@ -190,16 +194,10 @@ class Frontier:
             apart.setdefault(kind, []).append(found)
         starts = [search.best(alike) for alike in apart.values()]
         best = search.best(starts)
-        limit_s = best.prediction.step_s * (1 + _WORTH_FOLLOWING)
+        limit_s = best.prediction.step_s * (1 + WORTH_FOLLOWING)
         near = [c for c in starts if c is not best and not excess(c) and c.prediction.step_s < limit_s]
         search.follow([best, *([search.best(near)] if near else [])])
         return self.best(budgets)
-
-    def _judged(self, choice: Choice) -> Sequence[Candidate]:
-        """Return the candidates of a choice, one for each place where its gradients can be accumulated."""
-        asked = self._forced.gradients_on_host
-        places = {False, _summed_elsewhere(self.costs, choice)} if asked is None else {asked}
-        return [self._weigh(choice, on_host=place) for place in sorted(places)]
 
     def _weigh_all(self) -> None:
         for weights in self._sets:
