@@ -98,7 +98,7 @@ class Neighbourhood:
             for first in (True, False):
                 treated = self._treat(choice, before, after, count, first=first)
                 if treated is not None:
-                    yield treated, (streamed, *varied)
+                    yield treated, (streamed,)
 
     def alike(self, choice: Choice) -> Iterator[Choice]:
         """Return the choice with each treatment for all layers: some do not go with others, so no step leads there."""

@@ -79,6 +79,11 @@ class Candidate:
         found = predict_of(self.costs, self.choice, self.needs)
         return replace(found, step_s=max(found.step_s, self.plain.prediction.step_s)) if self.plain else found
 
+    @property
+    def is_predicted(self) -> bool:
+        """Return whether the time of a step has been predicted."""
+        return "prediction" in vars(self)
+
     @cached_property
     def least_s(self) -> float:
         """Return a lower bound on the predicted step time, which needs no simulation."""
@@ -114,6 +119,8 @@ class Frontier:
         self._required = required
         self._forced = forced or Forced()
         self._seen: dict[Choice, Candidate] = {}
+        self._probes: set[Choice] = set()
+        """Choices that a search came past and whose time was not needed: `unbeaten` does not predict it, either."""
         self._placed: dict[tuple[float, float, frozenset[str]], tuple[Placement, ...]] = {}
         plain = self._plain()
         choice = self._settled(plain, on_host=bool(self._forced.gradients_on_host))
@@ -182,6 +189,7 @@ class Frontier:
         def judge(choice: Choice, on_host: bool) -> Candidate:
             return self._weigh(choice, on_host=on_host)
 
+        before = set(self._seen)
         search = PatternSearch(around, judge, places, excess, free)
         start = search.best(self._seen.values())
         if not excess(start) and start.prediction.step_s <= self.base.prediction.step_s:
@@ -197,6 +205,7 @@ class Frontier:
         limit_s = best.prediction.step_s * (1 + WORTH_FOLLOWING)
         near = [c for c in starts if c is not best and not excess(c) and c.prediction.step_s < limit_s]
         search.follow([best, *([search.best(near)] if near else [])])
+        self._probes |= {c.choice for c in self._seen.values() if c.choice not in before and not c.is_predicted}
         return self.best(budgets)
 
     def _weigh_all(self) -> None:
@@ -371,8 +380,10 @@ class Frontier:
         ordered = sorted(
             (
                 c
-                for c in self._seen.values()
-                if not within.over(c.needs) and (c is self.base or c.needs.device_peak_bytes <= self._most_bytes)
+                for choice, c in self._seen.items()
+                if choice not in self._probes
+                and not within.over(c.needs)
+                and (c is self.base or c.needs.device_peak_bytes <= self._most_bytes)
             ),
             key=_peak,
         )
