@@ -424,13 +424,15 @@ class Costs:
     def _made(self, buckets: Sequence[_BucketBytes], placements: Sequence[Placement]) -> list[Unit]:
         """Return the units of neighbouring buckets of one layer: those of a placement while they are few parameters."""
         found, runs = list[Unit](), dict[Placement, list[_BucketBytes]]()
+        numels = dict.fromkeys(Placement, 0)
         for bucket, placement in zip(buckets, placements, strict=True):
             run = runs.setdefault(placement, [])
-            numel = sum(b.numel for b in run) + bucket.numel
-            if run and placement is not Placement.DEVICE and numel > self._merge_below:
+            if run and placement is not Placement.DEVICE and numels[placement] + bucket.numel > self._merge_below:
                 found.append(self._unit(placement, run))
                 runs[placement] = run = []
+                numels[placement] = 0
             run.append(bucket)
+            numels[placement] += bucket.numel
         return found + [self._unit(placement, run) for placement, run in runs.items()]
 
     def kept(self, i: int, keep: Keep) -> KeepCost:
