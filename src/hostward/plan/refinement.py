@@ -349,11 +349,9 @@ class PatternSearch(Generic[J]):
     def _better(self, best: J, excess: int, step: float, gain: float) -> J | None:
         """Return the first variation that fits better, or as well and is faster."""
         limit_s = best.order[0] * (1 - gain)
-        around = self.neighbourhood
+        around, place = self.neighbourhood, best.choice.gradients_on_host
 
-        def better(choice: Choice, shares: Sequence[float]) -> tuple[J | None, J | None]:
-            """Return what is better, and what fits best of all."""
-            found = list[J]()
+        def better(choice: Choice, shares: Sequence[float]) -> J | None:
             for streamed in shares:
                 first = around.placed(choice, around.shares(choice)[0], streamed)
                 if first in self.tried:
@@ -363,17 +361,16 @@ class PatternSearch(Generic[J]):
                     over = self.excess_bytes(judged)
                     fits = over == excess == 0 and judged.least_s < limit_s
                     if over < excess or (fits and judged.order[0] < limit_s):
-                        return judged, judged
-                    found.append(judged)
-            return None, min(found, key=self._bound, default=None)
+                        return judged
+            return None
 
         for choice, shares in around.by(best.choice, step):
-            found, nearest = better(choice, shares)
-            if found is None and nearest is not None:
-                for balanced in around.balanced(nearest.choice, self.free_bytes(nearest)):
-                    found, _ = better(balanced, (around.shares(nearest.choice)[1],))
-                    if found is not None:
-                        break
+            found = better(choice, shares)
+            if found is None:
+                # What the variation takes or frees may as well come from weights and activations, not from the state.
+                streamed, free = around.shares(choice)[1], self.free_bytes(self.judge(choice, place))
+                balanced = (better(other, (streamed,)) for other in around.balanced(choice, free))
+                found = next((judged for judged in balanced if judged is not None), None)
             if found is not None:
                 return found
         return None
