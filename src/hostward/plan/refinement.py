@@ -31,7 +31,7 @@ WORTH_FOLLOWING = 0.1
 """Share of the step's time by which choices of several kinds may differ where the planner searches around each."""
 GUESSES = 6
 """Most shares of the state that are tried to find the smallest one that fits."""
-STEPS = ((1 / 4, 0.01), (1 / 8, 0.005), (1 / 16, 0.003), (1 / 32, 0.002), (1 / 64, 0.001))
+STEPS = ((1 / 4, 0.01), (1 / 8, 0.005), (1 / 16, 0.003), (1 / 32, 0.002), (1 / 64, 0.0002))
 """Sizes of the last variations, as shares of the layers or of the state, and the share of the step's time that one must
 save to be followed.
 """
