@@ -1,10 +1,10 @@
 """Search for faster choices within budgets by the exact memory model and the predicted time. No torch.
 
 The frontier's linear program knows times and bytes approximately, and no more than a few numbers of offloaded layers.
-Here each treatment of all layers is tried with several numbers of layers whose weights are offloaded, and with the
-streamed share that is fastest within the memory. From the best of them one decision is varied at a time, or two that
-trade memory with each other, in steps that get smaller, as long as the predicted step gets shorter (a pattern search,
-as of Hooke and Jeeves, 1961).
+Here each treatment of all layers is tried with several numbers of layers whose weights are offloaded and several
+streamed shares, each with the least state offloaded that the device's memory allows. From the best of them one decision
+is varied at a time, or two that trade memory with each other, in steps that get smaller, as long as the predicted step
+gets shorter (a pattern search, as of Hooke and Jeeves, 1961).
 """
 
 from __future__ import annotations
