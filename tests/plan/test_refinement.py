@@ -22,13 +22,21 @@ from hostward.plan.rank_partition import required_of, sharded
 from hostward.plan.search import Candidate, Frontier, fastest
 from hostward.plan.solver import LAST_STAY, Forced
 from hostward.plan.workload import Workload
+from hostward.trainer.garbage_collection import gc_disabled
 
 pytest.importorskip("scipy", reason="planning needs SciPy")
 
 AS_GOOD = 1.02
 LLAMA = llama("llama-8b", layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=128256, sequence=2048)
-HALF = llama("llama-4b", layers=16, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=32000, sequence=2048)
+HALF = llama("llama-3b", layers=8, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=32000, sequence=2048)
 GEMMA = llama("gemma-27b", layers=62, hidden=5376, ffn=21504, heads=32, kv_heads=16, vocab=262208, sequence=4096)
+
+
+@pytest.fixture(autouse=True)
+def no_garbage_collection() -> Iterator[None]:
+    """As `hostward plan` does: collections take a third of the time."""
+    with gc_disabled():
+        yield
 
 
 def planned(workload: Workload, machine: str, budgets: Budgets, forced: Forced | None = None) -> Candidate | None:
@@ -56,7 +64,7 @@ def by_hand(workload: Workload, away: tuple[int, ...]) -> Iterator[Forced]:
         (LLAMA, "rtx-4090", Budgets(int(20.35 * GIB), 110 * GIB), (16, 31)),
         (LLAMA, "h200", Budgets(40 * GIB, 110 * GIB), (24,)),
         (GEMMA, "h100", Budgets(int(72.5 * GIB), 500 * GIB), (25,)),
-        (replace(HALF, microbatches=2), "h100", Budgets(40 * GIB, 60 * GIB), (8,)),
+        (replace(HALF, microbatches=2), "h100", Budgets(20 * GIB, 40 * GIB), (4,)),
         (sharded(replace(LLAMA, microbatches=4), 4), "h100", Budgets(30 * GIB, 40 * GIB), ()),
     ],
     ids=["llama on a 4090", "little of both", "gemma on an h100", "microbatches", "four ranks"],
@@ -146,6 +154,28 @@ def test_no_choice_of_a_small_model_is_faster(
         device: the limit between what the smallest choice takes and the largest.
         host: the limit as a share of what the largest choice takes; None: none.
     """
+    require_fastest(of, machine, device, host)
+
+
+@pytest.mark.parametrize(
+    ("of", "machine", "device", "host"),
+    [
+        ((2, 1024, 512, True), ("h100", 0.25), 0.87, None),
+        ((2, 1024, 2048, False), ("h100", 0.25), 0.248, 0.703),
+        ((2, 1536, 2048, False), ("h100", 2.0), 0.545, None),
+    ],
+)
+def test_what_random_models_and_limits_found_once(
+    of: tuple[int, int, int, bool], machine: tuple[str, float], device: float, host: float | None
+) -> None:
+    """Seen red, with one streamed share and a halved offloaded share for each treatment: 52 % slower, none, 6 %."""
+    require_fastest(of, machine, device, host)
+
+
+def require_fastest(
+    of: tuple[int, int, int, bool], machine: tuple[str, float], device: float, host: float | None
+) -> None:
+    """Require that no choice is faster than the plan, and that training supports that."""
     every = known(of, *machine)
     limit = int(every.least_bytes + device * (every.most_bytes - every.least_bytes))
     budgets = Budgets(limit, None if host is None else int(host * every.host_bytes))

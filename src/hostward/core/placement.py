@@ -173,6 +173,11 @@ def checked_fraction(value: object, option: str = "offload_fraction") -> float:
 
 
 def place_fraction(buckets: Sequence[Bucket], fraction: float, streamed_fraction: float = 0.0) -> Plan:
+    """Return the plan with `placements_of` these shares."""
+    return placed(buckets, placements_of(buckets, fraction, streamed_fraction), checked_fraction(fraction))
+
+
+def placements_of(buckets: Sequence[Bucket], fraction: float, streamed_fraction: float = 0.0) -> list[Placement]:
     """Offload `fraction` of the state bytes, to within half of one bucket.
 
     Of those bytes, `streamed_fraction` is streamed and the rest has a CPU optimizer step, to within one bucket.
@@ -210,7 +215,7 @@ def place_fraction(buckets: Sequence[Bucket], fraction: float, streamed_fraction
             streamed += size
         else:
             placements.append(Placement.HOST)
-    return placed(buckets, placements, fraction)
+    return placements
 
 
 def summed_on_host(buckets: Sequence[Bucket], placements: Sequence[Placement]) -> frozenset[int]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 from hostward.core.host_limits import Rates
 from hostward.core.inventory import Bucket, MasterKind
@@ -15,6 +16,7 @@ from hostward.plan.hardware_profile import Hardware, profile_of
 from hostward.plan.lane_simulator import Queue, Slowdown
 from hostward.plan.workload import Layer, PerToken, Workload
 from hostward.schedule.optimizer import LANDING_BUFFERS
+from hostward.schedule.staging import MIN_STAGING_BUFFERS
 
 # Measured on forward and backward of decoder models in benchmarks/results (1.7 B at 8 K and 32 K tokens, 8 B at 16 K):
 # shares of one large matrix product's rate and of the device memory's peak bandwidth.
@@ -276,6 +278,8 @@ class Unit:
     numel: int
     weight_bytes: int
     state_bytes: int
+    largest_bytes: int
+    """State bytes of the largest of the buckets."""
     gradient_bytes: int
     host_s: float
     device_s: float
@@ -317,10 +321,12 @@ class Moved:
     largest_bytes: int
 
     def staged(self, slots: int) -> int:
-        """Return the number of streamed units that fit in so many staging buffers."""
-        if not self.reads_s:
-            return 0
-        return max(1, min(len(self.reads_s), slots * self.slot_bytes // self.largest_bytes))
+        """Return the number of streamed units that are in staging buffers at a time.
+
+        A unit is of several buckets. Where not two of them fit, one bucket is still read while another is written.
+        """
+        fitting = slots * self.slot_bytes // self.largest_bytes if self.reads_s else 0
+        return min(len(self.reads_s), max(MIN_STAGING_BUFFERS, fitting))
 
 
 class Costs:
@@ -331,7 +337,12 @@ class Costs:
         self.layers = tuple(self._layer(layer) for layer in workload.layers)
         self.repeated = [i for i, cost in enumerate(self.layers) if cost.layer.repeated]
         self.numels = [bucket.numel for bucket in workload.inventory.buckets]
+        self._buckets = [_bucket_bytes(bucket) for bucket in workload.inventory.buckets]
+        self._stretches = _stretches(self._buckets)
+        self._merge_below = sum(self.numels) / LARGEST_UNIT
         self._units: dict[tuple[Placement, ...], list[Unit]] = {}
+        self._units_of: dict[tuple[int, tuple[Placement, ...]], list[Unit]] = {}
+        """Of each stretch, by the placements of its buckets: those of one layer are few."""
         self._moved: dict[tuple[tuple[Placement, ...], bool], Moved] = {}
         self._kept: dict[tuple[int, Keep], KeepCost] = {}
         self.between_s: dict[tuple[object, ...], tuple[float, Mapping[Queue, float]]] = {}
@@ -399,16 +410,30 @@ class Costs:
         """Return the treatment of repeated layers, by position in `layers`."""
         return dict(zip(self.repeated, choice.activations, strict=True))
 
-    @cached_property
-    def _buckets(self) -> list[_BucketBytes]:
-        return [_bucket_bytes(bucket) for bucket in self.workload.inventory.buckets]
-
     def units(self, choice: Choice) -> Sequence[Unit]:
         """Return the units in order of use in forward, cached by placements."""
-        placements, merge_below = choice.placements, sum(self.numels) / LARGEST_UNIT
-        if placements not in self._units:
-            self._units[placements] = [self._unit(*run) for run in _runs(self._buckets, placements, merge_below)]
-        return self._units[placements]
+        if choice.placements not in self._units:
+            found = self._units[choice.placements] = []
+            for start, stop in self._stretches:
+                key = start, choice.placements[start:stop]
+                if key not in self._units_of:
+                    self._units_of[key] = self._made(self._buckets[start:stop], key[1])
+                found += self._units_of[key]
+        return self._units[choice.placements]
+
+    def _made(self, buckets: Sequence[_BucketBytes], placements: Sequence[Placement]) -> list[Unit]:
+        """Return the units of neighbouring buckets of one layer: those of a placement while they are few parameters."""
+        found, runs = list[Unit](), dict[Placement, list[_BucketBytes]]()
+        numels = dict.fromkeys(Placement, 0)
+        for bucket, placement in zip(buckets, placements, strict=True):
+            run = runs.setdefault(placement, [])
+            if run and placement is not Placement.DEVICE and numels[placement] + bucket.numel > self._merge_below:
+                found.append(self._unit(placement, run))
+                runs[placement] = run = []
+                numels[placement] = 0
+            run.append(bucket)
+            numels[placement] += bucket.numel
+        return found + [self._unit(placement, run) for placement, run in runs.items()]
 
     def kept(self, i: int, keep: Keep) -> KeepCost:
         """Return the seconds that a treatment of layer `i` takes."""
@@ -443,7 +468,6 @@ class Costs:
         uploads = dict.fromkeys((u.layer for u in host), 0.0)
         for u in host:
             uploads[u.layer] += speeds.copy_s(u.weight_bytes, speeds.h2d_bytes_per_s)
-        buckets = zip(self.workload.inventory.buckets, choice.placements, strict=True)
         return Moved(
             sum(u.device_s for u in units if u.placement is Placement.DEVICE)
             + sum(u.gradient_bytes for u in units) / speeds.traffic_bytes_per_s,
@@ -457,7 +481,7 @@ class Costs:
             uploads,
             [speeds.copy_s(u.state_bytes, speeds.h2d_bytes_per_s) for u in streamed],
             sum(speeds.copy_s(u.state_bytes, speeds.d2h_bytes_per_s) for u in streamed),
-            max((b.state_bytes for b, p in buckets if p is Placement.STREAMED), default=0),
+            max((u.largest_bytes for u in streamed), default=0),
             max((u.state_bytes for u in streamed), default=0),
         )
 
@@ -477,18 +501,19 @@ class Costs:
         """Return a lower bound on the seconds in which three lanes that share bandwidth do this work."""
         return max((d * d2h_s + h * h2d_s + c * host_s) / most for (d, h, c), most in self._weighed)
 
-    def _unit(self, layer: str, placement: Placement, run: Sequence[_BucketBytes]) -> Unit:
+    def _unit(self, placement: Placement, run: Sequence[_BucketBytes]) -> Unit:
         numel = sum(b.numel for b in run)
         weights = sum(b.weight_bytes for b in run)
         state = sum(b.state_bytes for b in run)
         gradients = SUM_BYTES * numel if self.workload.gradients_in_fp32 else weights
         host_bytes = gradients + 2 * state + sum(b.source_bytes for b in run)
         return Unit(
-            layer,
+            run[0].layer,
             placement,
             numel,
             weights,
             state,
+            max(b.state_bytes for b in run),
             gradients,
             host_bytes / HOST_STEP_BYTES / self.speeds.host_parameters_per_s,
             (gradients + 2 * state + 2 * weights) / self.speeds.traffic_bytes_per_s,
@@ -511,19 +536,7 @@ def _bucket_bytes(bucket: Bucket) -> _BucketBytes:
     return _BucketBytes(bucket.layer, bucket.numel, weight_bytes, bucket.state_bytes, source_bytes)
 
 
-def _runs(
-    buckets: Sequence[_BucketBytes], placements: Sequence[Placement], merge_below: float
-) -> Iterator[tuple[str, Placement, list[_BucketBytes]]]:
-    """Group buckets of one layer and placement while they are few parameters; those of a layer interleave."""
-    open_runs: dict[Placement, list[_BucketBytes]] = {}
-    layer = None
-    for bucket, placement in zip(buckets, placements, strict=True):
-        if bucket.layer != layer:
-            yield from ((layer or "", p, run) for p, run in open_runs.items())
-            open_runs, layer = {}, bucket.layer
-        run = open_runs.setdefault(placement, [])
-        if run and placement is not Placement.DEVICE and sum(b.numel for b in run) + bucket.numel > merge_below:
-            yield layer, placement, run
-            open_runs[placement] = run = []
-        run.append(bucket)
-    yield from ((layer or "", p, run) for p, run in open_runs.items())
+def _stretches(buckets: Sequence[_BucketBytes]) -> list[tuple[int, int]]:
+    """Return where neighbouring buckets of one layer begin and end."""
+    starts = [i for i, bucket in enumerate(buckets) if not i or bucket.layer != buckets[i - 1].layer]
+    return list(pairwise([*starts, len(buckets)]))

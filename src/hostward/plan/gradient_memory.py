@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -11,6 +12,7 @@ from hostward.core.placement import Placement, summed_on_host
 from hostward.plan.decisions import Choice
 from hostward.plan.workload import Workload
 from hostward.schedule.optimizer import GRADIENTS_IN_FLIGHT, grads_to_copy_out
+from hostward.schedule.staging import late_trigger_bucket, staging_buffer_bytes, streamed_bytes
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -48,6 +50,10 @@ class Facts:
         self.bucket_itemsize = np.array([bucket.dtype.itemsize_bytes for bucket in buckets], np.int64)
         self.state_bytes = np.array([b.padded_state_bytes for b in buckets], np.int64)
         """Bytes of each bucket's state, with that padding."""
+        self.slot_bytes = np.array([staging_buffer_bytes([streamed_bytes(bucket)]) for bucket in buckets], np.int64)
+        """Bytes of a GPU staging buffer for each bucket."""
+        self.late = late_trigger_bucket(self.numels)
+        """Bucket at whose ready gradient staging buffers are acquired, where other copies use the H2D lane."""
         self.step_counts_bytes = 8 * np.array([len(bucket.ranges) for bucket in buckets], np.int64)
         """Bytes of the step counts of each bucket's ranges."""
 
@@ -78,6 +84,15 @@ class Facts:
                     ready.append((b, number))
         self.ready, self.ready_at = np.array(ready, np.int64).reshape(-1, 2).T
         """Buckets in the order in which their gradients are complete, and the gradient that completes each."""
+
+    @cached_property
+    def triggers(self) -> tuple[Sequence[str | None], Ints]:
+        """Return the triggers of a step in order: the layers of forward, then the buckets of ready gradients.
+
+        Each has its layer or None, and its bucket or -1.
+        """
+        names = [layer.name for layer in self.workload.layers]
+        return [*names, *[None] * len(self.ready)], np.concatenate((np.full(len(names), -1), self.ready))
 
     def among(self, chosen: frozenset[int]) -> Bools:
         """Return for each bucket whether it is one of the chosen."""

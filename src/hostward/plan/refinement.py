@@ -1,21 +1,21 @@
 """Search for faster choices within budgets by the exact memory model and the predicted time. No torch.
 
 The frontier's linear program knows times and bytes approximately, and no more than a few numbers of offloaded layers.
-Here each treatment of all layers is tried with several numbers of layers whose weights are offloaded, and with the
-streamed share that is fastest within the memory. From the best of them one decision is varied at a time, or two that
-trade memory with each other, in steps that get smaller, as long as the predicted step gets shorter (a pattern search,
-as of Hooke and Jeeves, 1961).
+Here each treatment of all layers is tried with several numbers of layers whose weights are offloaded and several
+streamed shares, each with the least state offloaded that the device's memory allows. From the best of them one decision
+is varied at a time, or two that trade memory with each other, in steps that get smaller, as long as the predicted step
+gets shorter (a pattern search, as of Hooke and Jeeves, 1961).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Generic, Protocol, TypeVar
 
-from hostward.core.placement import Placement, place_fraction
+from hostward.core.placement import Placement, placements_of
 from hostward.plan.cost_model import Costs
 from hostward.plan.decisions import ELEMENTWISE, LEAVES, RECOMPUTED, Choice, Keep
 from hostward.plan.solver import LAST_STAY, STAYING, TREATMENTS, Forced
@@ -23,15 +23,15 @@ from hostward.plan.workload import Workload
 
 AWAY = (0.0, 1 / 4, 1 / 2, 3 / 4, 1.0)
 """Shares of the layers whose weights are offloaded that are tried with each treatment of all layers."""
-CLOSER = (1 / 8, 1 / 16, 1 / 32)
-"""Distances from the best of them that are tried next, with the best treatments."""
-CLOSER_WITH = 2
-"""Number of these treatments."""
-SHARES = 8
-"""Parts of the streamed share that are tried, from the whole of it."""
-HALVINGS = 4
-"""Of the interval in which the smallest offloaded share that fits is looked for."""
-STEPS = ((1 / 4, 0.01), (1 / 8, 0.01), (1 / 16, 0.005), (1 / 32, 0.003))
+SHARES = (0.0, 1 / 4, 1 / 2, 3 / 4, 1.0)
+"""Streamed shares of the offloaded state that are tried with each of them."""
+CLOSER = (1 / 8, 1 / 16)
+"""Distances from the best of these shares that are tried next."""
+WORTH_FOLLOWING = 0.1
+"""Share of the step's time by which choices of several kinds may differ where the planner searches around each."""
+GUESSES = 6
+"""Most shares of the state that are tried to find the smallest one that fits."""
+STEPS = ((1 / 4, 0.01), (1 / 8, 0.005), (1 / 16, 0.003), (1 / 32, 0.002), (1 / 64, 0.0002))
 """Sizes of the last variations, as shares of the layers or of the state, and the share of the step's time that one must
 save to be followed.
 """
@@ -50,10 +50,16 @@ class Neighbourhood:
     costs: Costs
     forced: Forced
     weights_vary: bool = True
+    _placements: dict[tuple[frozenset[str], float, float], tuple[Placement, ...]] = field(default_factory=dict)
+    _free_beside: dict[frozenset[str], list[int]] = field(default_factory=dict)
 
     @property
     def workload(self) -> Workload:
         return self.costs.workload
+
+    @cached_property
+    def _state_bytes(self) -> Sequence[int]:
+        return [bucket.state_bytes for bucket in self.workload.inventory.buckets]
 
     @cached_property
     def names(self) -> Sequence[str]:
@@ -79,22 +85,20 @@ class Neighbourhood:
         cheap = any(part.elementwise for layer in self.workload.repeated for part in layer.saved)
         return [keep for keep in TREATMENTS if cheap or keep not in ELEMENTWISE]
 
-    def by(self, choice: Choice, step: float) -> Iterator[Choice]:
-        """Return variations of one size: of weights and placements, then of treatments."""
+    def by(self, choice: Choice, step: float) -> Iterator[tuple[Choice, Sequence[float]]]:
+        """Return variations of one size, with streamed shares to try: of shares, weights, and then of treatments."""
         count = max(1, round(step * len(self.names)))
-        away = list(self._more_or_fewer_away(choice, count))
-        yield from away
-        for varied in (choice, *away):
-            for share in (-step, step):
-                yield from self._placed(varied, 0.0, share)
-        for fraction in (-step, step):
-            for share in (0.0, -step, step):
-                yield from self._placed(choice, fraction, share)
+        fraction, streamed = self.shares(choice)
+        varied = [share for share in (max(0.0, streamed - step), min(1.0, streamed + step)) if share != streamed]
+        yield choice, varied
+        yield self.placed(choice, min(1.0, fraction + step), streamed), (streamed, *varied)
+        for away in self._more_or_fewer_away(choice, count):
+            yield away, (streamed, *varied)
         for before, after in self._pairs(choice):
             for first in (True, False):
                 treated = self._treat(choice, before, after, count, first=first)
                 if treated is not None:
-                    yield treated
+                    yield treated, (streamed,)
 
     def alike(self, choice: Choice) -> Iterator[Choice]:
         """Return the choice with each treatment for all layers: some do not go with others, so no step leads there."""
@@ -117,9 +121,6 @@ class Neighbourhood:
             number = min(max(number, 0), self.most_away)
             if number != len(choice.offloaded_weights):
                 yield self.away(choice, number)
-        state_bytes = sum(self.workload.inventory.buckets[i].state_bytes for i in self._free(choice))
-        if state_bytes:
-            yield from self._placed(choice, -free_bytes / state_bytes, 0.0)
         held = {keep: 0.0 if keep in LEAVES else cost.held_bytes(keep) for keep in self.treatments}
         for before, after in self._pairs(choice):
             more = held[after] - held[before]
@@ -182,33 +183,36 @@ class Neighbourhood:
 
     def _free(self, choice: Choice) -> list[int]:
         """Return the buckets whose placement may vary."""
-        buckets, away = self.workload.inventory.buckets, choice.offloaded_weights
-        return [i for i, b in enumerate(buckets) if i not in self.forced.placements and b.layer not in away]
+        away = choice.offloaded_weights
+        if away not in self._free_beside:
+            buckets, forced = self.workload.inventory.buckets, self.forced.placements
+            self._free_beside[away] = [i for i, b in enumerate(buckets) if i not in forced and b.layer not in away]
+        return self._free_beside[away]
 
     def shares(self, choice: Choice) -> tuple[float, float]:
         """Return the share of the free buckets' state that is offloaded, and the share of that which is streamed."""
-        buckets, sizes = self.workload.inventory.buckets, dict.fromkeys(Placement, 0)
+        state_bytes, sizes = self._state_bytes, dict.fromkeys(Placement, 0)
         for i in self._free(choice):
-            sizes[choice.placements[i]] += buckets[i].state_bytes
+            sizes[choice.placements[i]] += state_bytes[i]
         offloaded = sizes[Placement.STREAMED] + sizes[Placement.HOST]
         total = offloaded + sizes[Placement.DEVICE]
         return offloaded / total if total else 1.0, sizes[Placement.STREAMED] / offloaded if offloaded else 0.0
 
-    def _placed(self, choice: Choice, more: float, more_streamed: float) -> Iterator[Choice]:
-        fraction, streamed = self.shares(choice)
-        asked = min(1.0, max(0.0, fraction + more)), min(1.0, max(0.0, streamed + more_streamed))
-        if asked != (fraction, streamed):
-            yield self.placed(choice, *asked)
+    def free_state(self, choice: Choice) -> tuple[int, int]:
+        """Return the number of buckets whose placement may vary, and the bytes of their state."""
+        free = self._free(choice)
+        return len(free), sum([self._state_bytes[i] for i in free])
 
     def placed(self, choice: Choice, fraction: float, streamed: float) -> Choice:
         """Return the choice with these shares of the free buckets' state; those of offloaded layers are on the host."""
-        buckets = self.workload.inventory.buckets
-        free = self._free(choice)
-        rows = place_fraction([buckets[i] for i in free], fraction, streamed).buckets
-        found = [self.forced.placements.get(i, Placement.HOST) for i in range(len(buckets))]
-        for i, row in zip(free, rows, strict=True):
-            found[i] = row.placement
-        return replace(choice, placements=tuple(found))
+        key = choice.offloaded_weights, fraction, streamed
+        if key not in self._placements:
+            buckets, free = self.workload.inventory.buckets, self._free(choice)
+            found = [self.forced.placements.get(i, Placement.HOST) for i in range(len(buckets))]
+            for i, placement in zip(free, placements_of([buckets[i] for i in free], fraction, streamed), strict=True):
+                found[i] = placement
+            self._placements[key] = tuple(found)
+        return replace(choice, placements=self._placements[key])
 
 
 class Judged(Protocol):
@@ -246,13 +250,15 @@ class PatternSearch(Generic[J]):
     """Follow variations that are better until there is none.
 
     Args:
-        judge: returns the bytes and time of a choice, of each place where its gradients can be accumulated.
+        judge: returns the bytes and time of a choice, and takes whether the host accumulates its gradients.
+        places: whether the host may accumulate gradients, and whether it may not.
         excess_bytes: by how much a judged choice exceeds the budgets.
         free_bytes: the device memory that a judged choice leaves within its budget; negative where it exceeds it.
     """
 
     neighbourhood: Neighbourhood
-    judge: Callable[[Choice], Sequence[J]]
+    judge: Callable[[Choice, bool], J]
+    places: Sequence[bool]
     excess_bytes: Callable[[J], int]
     free_bytes: Callable[[J], int]
     tried: set[Choice] = field(default_factory=set)
@@ -263,12 +269,6 @@ class PatternSearch(Generic[J]):
         least = min(over for over, _ in excess)
         alike = [judged for over, judged in excess if over == least]
         return alike[0] if least else fastest(alike) or alike[0]
-
-    def _is_worse(self, judged: J, than: J) -> bool:
-        """Return whether a choice does not fit, or is slower than one that fits."""
-        if self.excess_bytes(judged):
-            return True
-        return judged.least_s > than.order[0] or judged.order > than.order
 
     def follow(self, starts: Sequence[J]) -> J:
         """Return the best choice that small variations lead to, in large steps from each start."""
@@ -282,94 +282,95 @@ class PatternSearch(Generic[J]):
                 best, excess = better, self.excess_bytes(better)
         return best
 
-    def spread(self, start: Choice, share: float) -> list[J]:
+    def spread(self, start: Choice) -> list[J]:
         """Return the best choices with each treatment of all layers and several numbers of offloaded layers.
 
-        Args:
-            share: of the state, the one to stream where memory allows.
+        Those that cannot be worth following are left out.
         """
-        around, found = self.neighbourhood, dict[tuple[int, tuple[Keep, ...]], J]()
-
-        def fill(treated: Choice, number: int) -> None:
-            key = number, treated.activations
-            if key not in found and 0 <= number <= around.most_away:
-                found[key] = self.best(self.filled(around.away(treated, number), share))
-
-        alike = [start, *around.alike(start)]
-        for treated in alike:
-            for part in AWAY:
-                fill(treated, round(part * around.most_away))
-        for distance in CLOSER:
-            numbers, kinds = self._best_kinds(found)
-            for treated in (t for t in alike if t.activations in kinds):
-                for sign in (-1, 1):
-                    fill(treated, numbers[0] + sign * max(1, round(distance * around.most_away)))
-        return list(found.values())
-
-    def _best_kinds(self, found: Mapping[tuple[int, tuple[Keep, ...]], J]) -> tuple[list[int], list[tuple[Keep, ...]]]:
-        """Return the best treatments, and the number of offloaded layers with which each is the best."""
-        numbers, kinds = list[int](), list[tuple[Keep, ...]]()
-        while len(kinds) < CLOSER_WITH and (left := {key: j for key, j in found.items() if key[1] not in kinds}):
-            best = self.best(left.values())
-            number, kind = next(key for key, judged in left.items() if judged is best)
-            numbers.append(number)
-            kinds.append(kind)
-        return numbers, kinds
-
-    def filled(self, choice: Choice, share: float) -> list[J]:
-        """Return what uses the memory with these weights: state streamed up to a share, less offloaded, more kept."""
-        around = self.neighbourhood
-
-        def at(fraction: float, streamed: float) -> J:
-            return self.best(self.judge(around.placed(choice, fraction, streamed)))
-
-        # Streaming nothing is apart: it takes no staging buffers. Of the other shares, from the largest: more staging
-        # buffers may let a smaller one take more memory. The time has one minimum among them.
-        found = [at(1.0, 0.0), at(1.0, 1.0), at(1.0, share)]
-        for part in range(SHARES - 1, 0, -1):
-            before = found[-1]
-            found.append(at(1.0, share * part / SHARES))
-            if not self.excess_bytes(before) and self._is_worse(found[-1], before):
+        around, made = self.neighbourhood, list[tuple[Choice, list[J]]]()
+        numbers = sorted({round(part * around.most_away) for part in AWAY})
+        for treated in (start, *around.alike(start)):
+            for choice in (around.away(treated, number) for number in numbers):
+                made.append((choice, self.filled(choice, SHARES)))
+        made.sort(key=lambda pair: min(map(self._bound, pair[1])))
+        found = list[J]()
+        for choice, judged in made:
+            excess, least_s = min(map(self._bound, judged))
+            if found and not excess and least_s > self.best(found).order[0] * (1 + WORTH_FOLLOWING):
                 break
-        best = self.best(found)
-        shares = {0.0, share} if self.excess_bytes(best) else {around.shares(best.choice)[1]}
-        for streamed in sorted(shares):
-            low, high = 0.0, 1.0
-            for _ in range(HALVINGS):
-                fraction = (low + high) / 2
-                found.append(at(fraction, streamed))
-                # Less state on the device where that is full; else as little as fits on the host, or is needed there.
-                low, high = (fraction, high) if self.free_bytes(found[-1]) < 0 else (low, fraction)
-        best = self.best(found)
-        for balanced in around.balanced(best.choice, self.free_bytes(best)):
-            found += self.judge(balanced)
+            best = self.best(judged)
+            for distance in CLOSER if not excess else ():
+                share = around.shares(best.choice)[1]
+                best = self.best([best, *self.filled(choice, (max(0.0, share - distance), min(1.0, share + distance)))])
+            found.append(best)
         return found
+
+    def _bound(self, judged: J) -> tuple[int, float]:
+        """Return the bytes beyond the budgets, and the lower bound of the step's time."""
+        return self.excess_bytes(judged), judged.least_s
+
+    def filled(self, choice: Choice, shares: Iterable[float]) -> list[J]:
+        """Return the choice with each of these streamed shares, and as little state offloaded as memory allows.
+
+        Where the share of the state that the choice offloads fits, it is among them, too: the device may have more to
+        step than forward and backward hide on the host.
+        """
+        found, fraction = list[J](), self.neighbourhood.shares(choice)[0]
+        for streamed in shares:
+            for place in self.places:
+                judged, fraction = self._filled(choice, fraction, streamed, place)
+                found += judged
+        return found
+
+    def _filled(self, choice: Choice, fraction: float, streamed: float, place: bool) -> tuple[list[J], float]:
+        """Return what fits on the device with shares of the state offloaded, or that with all of it, and the smallest.
+
+        The device's memory is nearly linear in that share, so each guess is where the last one leads, as long as that
+        is between the largest known not to fit and the smallest known to.
+        """
+        around, fitting = self.neighbourhood, list[J]()
+        count, state_bytes = around.free_state(choice)
+        low, high = -1.0, 2.0
+        for _ in range(GUESSES):
+            judged = self.judge(around.placed(choice, fraction, streamed), place)
+            free = self.free_bytes(judged)
+            if free < 0:
+                low = fraction
+            else:
+                fitting.append(judged)
+                high = fraction
+            at_end = not state_bytes or low >= 1.0 or high <= 0.0
+            if at_end or high - low <= 1 / count or 0 <= free < state_bytes / count:
+                break
+            guess = min(1.0, max(0.0, fraction - free / state_bytes))
+            fraction = guess if low < guess < high else (max(low, 0.0) + min(high, 1.0)) / 2
+        return (fitting, high) if fitting else ([judged], fraction)
 
     def _better(self, best: J, excess: int, step: float, gain: float) -> J | None:
         """Return the first variation that fits better, or as well and is faster."""
         limit_s = best.order[0] * (1 - gain)
+        around, place = self.neighbourhood, best.choice.gradients_on_host
 
-        def better(choice: Choice) -> tuple[J | None, Sequence[J]]:
-            if choice in self.tried:
-                return None, ()
-            self.tried.add(choice)
-            found = self.judge(choice)
-            for judged in found:
-                over = self.excess_bytes(judged)
-                fits = over == excess == 0 and judged.least_s < limit_s
-                if over < excess or (fits and judged.order[0] < limit_s):
-                    return judged, found
-            return None, found
+        def better(choice: Choice, shares: Sequence[float]) -> J | None:
+            for streamed in shares:
+                first = around.placed(choice, around.shares(choice)[0], streamed)
+                if first in self.tried:
+                    continue
+                self.tried.add(first)
+                for judged in self.filled(choice, (streamed,)):
+                    over = self.excess_bytes(judged)
+                    fits = over == excess == 0 and judged.least_s < limit_s
+                    if over < excess or (fits and judged.order[0] < limit_s):
+                        return judged
+            return None
 
-        around = self.neighbourhood
-        for choice in around.by(best.choice, step):
-            found, known = better(choice)
+        for choice, shares in around.by(best.choice, step):
+            found = better(choice, shares)
+            if found is None:
+                # What the variation takes or frees may as well come from weights and activations, not from the state.
+                streamed, free = around.shares(choice)[1], self.free_bytes(self.judge(choice, place))
+                balanced = (better(other, (streamed,)) for other in around.balanced(choice, free))
+                found = next((judged for judged in balanced if judged is not None), None)
             if found is not None:
                 return found
-            if known:
-                nearest = self.best(known)
-                for balanced in around.balanced(nearest.choice, self.free_bytes(nearest)):
-                    found, _ = better(balanced)
-                    if found is not None:
-                        return found
         return None

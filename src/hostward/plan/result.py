@@ -179,6 +179,8 @@ def _changes(question: Question, frontier: Frontier, required: Required) -> list
     while sequences > 1:
         sequences = next(n for n in range(sequences // 2, 0, -1) if in_step % n == 0)
         tried = replace(question.workload, microbatch_sequences=sequences, microbatches=in_step // sequences)
+        if not _may_fit(tried, question.budgets, required):
+            continue
         again = Frontier(tried, frontier.costs.speeds, required, question.forced)
         if again.fits(question.budgets):
             found.append(f"a microbatch of {sequences} sequence{'s' if sequences > 1 else ''}")
@@ -260,8 +262,9 @@ def _shorter(question: Question, speeds: Speeds, required: Required) -> list[str
     workload = replace(asked, microbatch_sequences=1, microbatches=asked.microbatch_sequences * asked.microbatches)
 
     def fits(tokens: int) -> bool:
-        tried = Frontier(replace(workload, sequence_tokens=tokens), speeds, required, question.forced)
-        return tried.fits(question.budgets)
+        tried = replace(workload, sequence_tokens=tokens)
+        may_fit = _may_fit(tried, question.budgets, required)
+        return may_fit and Frontier(tried, speeds, required, question.forced).fits(question.budgets)
 
     halves = [asked.sequence_tokens >> n for n in range(1, asked.sequence_tokens.bit_length())]
     lengths = [tokens for tokens in halves if tokens >= _FEWEST_TOKENS]

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import groupby
 
-from hostward.core.placement import Placement, place_fraction, summed_on_host
+from hostward.core.placement import Placement, placements_of, summed_on_host
 from hostward.plan.budgets import Budgets, Required
 from hostward.plan.cost_model import SUM_BYTES, Costs, Speeds, balanced_share
 from hostward.plan.decisions import ELEMENTWISE, LEAVES, Choice, Keep
 from hostward.plan.memory_model import LOAD, MemoryModel, Needs
-from hostward.plan.refinement import Neighbourhood, PatternSearch, fastest
+from hostward.plan.refinement import WORTH_FOLLOWING, Neighbourhood, PatternSearch, fastest
 from hostward.plan.solver import LAST_STAY, Forced, Limits, LinearProgram
 from hostward.plan.step_time import Prediction, least_s, predict_of
 from hostward.plan.workload import Workload
@@ -41,8 +41,6 @@ _BOTH_AT = 2
 """Both are tried at every second fraction, and at the least ones: each candidate costs a plan some milliseconds."""
 _ALIKE = 0.005
 """Share of the step's time by which a plan with fewer offloaded layers of weights may be slower."""
-_WORTH_FOLLOWING = 0.1
-"""Share of the step's time by which choices of several kinds may differ where the planner searches around each."""
 _NEARLY = 0.1
 """Share of a budget by which the nearest candidate may exceed it where the planner still searches around it."""
 _EVEN = (Keep.KEEP, Keep.ELEMENTWISE, Keep.RECOMPUTE)
@@ -81,6 +79,11 @@ class Candidate:
         found = predict_of(self.costs, self.choice, self.needs)
         return replace(found, step_s=max(found.step_s, self.plain.prediction.step_s)) if self.plain else found
 
+    @property
+    def is_predicted(self) -> bool:
+        """Return whether the time of a step has been predicted."""
+        return "prediction" in vars(self)
+
     @cached_property
     def least_s(self) -> float:
         """Return a lower bound on the predicted step time, which needs no simulation."""
@@ -116,6 +119,9 @@ class Frontier:
         self._required = required
         self._forced = forced or Forced()
         self._seen: dict[Choice, Candidate] = {}
+        self._probes: set[Choice] = set()
+        """Choices that a search came past and whose time was not needed: `unbeaten` does not predict it, either."""
+        self._placed: dict[tuple[float, float, frozenset[str]], tuple[Placement, ...]] = {}
         plain = self._plain()
         choice = self._settled(plain, on_host=bool(self._forced.gradients_on_host))
         self.base = self._seen[choice] = Candidate(choice, required(workload, choice), self.costs)
@@ -177,11 +183,18 @@ class Frontier:
             peak = candidate.needs.device_peak_bytes
             return budgets.limits.get("device", peak) - peak
 
-        search = PatternSearch(around, self._judged, excess, free)
+        asked = self._forced.gradients_on_host
+        places = (False, True)[: min(2, self.workload.microbatches)] if asked is None else (asked,)
+
+        def judge(choice: Choice, on_host: bool) -> Candidate:
+            return self._weigh(choice, on_host=on_host)
+
+        before = set(self._seen)
+        search = PatternSearch(around, judge, places, excess, free)
         start = search.best(self._seen.values())
         if not excess(start) and start.prediction.step_s <= self.base.prediction.step_s:
             return self.best(budgets)  # nothing is predicted to be faster
-        spread = search.spread(start.choice, balanced_share(self.costs.speeds, self.workload))
+        spread = search.spread(start.choice)
         # No variation leads from few layers with offloaded weights to many, or between two kinds of recomputation.
         apart: dict[tuple[bool, bool], list[Candidate]] = {}
         for found in [start, *spread]:
@@ -189,16 +202,11 @@ class Frontier:
             apart.setdefault(kind, []).append(found)
         starts = [search.best(alike) for alike in apart.values()]
         best = search.best(starts)
-        limit_s = best.prediction.step_s * (1 + _WORTH_FOLLOWING)
+        limit_s = best.prediction.step_s * (1 + WORTH_FOLLOWING)
         near = [c for c in starts if c is not best and not excess(c) and c.prediction.step_s < limit_s]
         search.follow([best, *([search.best(near)] if near else [])])
+        self._probes |= {c.choice for c in self._seen.values() if c.choice not in before and not c.is_predicted}
         return self.best(budgets)
-
-    def _judged(self, choice: Choice) -> Sequence[Candidate]:
-        """Return the candidates of a choice, one for each place where its gradients can be accumulated."""
-        asked = self._forced.gradients_on_host
-        places = {False, _summed_elsewhere(self.costs, choice)} if asked is None else {asked}
-        return [self._weigh(choice, on_host=place) for place in sorted(places)]
 
     def _weigh_all(self) -> None:
         for weights in self._sets:
@@ -337,16 +345,18 @@ class Frontier:
 
     def _alike(self, fraction: float, streamed: float, keep: Keep, weights: frozenset[str]) -> Candidate:
         forced, buckets = self._forced, self.workload.inventory.buckets
-        rows = place_fraction(buckets, fraction, streamed).buckets
-        placements = tuple(
-            forced.placements.get(i, Placement.HOST if bucket.layer in weights else row.placement)
-            for i, (bucket, row) in enumerate(zip(buckets, rows, strict=True))
-        )
+        key = fraction, streamed, weights
+        if key not in self._placed:
+            found = zip(buckets, placements_of(buckets, fraction, streamed), strict=True)
+            self._placed[key] = tuple(
+                forced.placements.get(i, Placement.HOST if bucket.layer in weights else placement)
+                for i, (bucket, placement) in enumerate(found)
+            )
         keeps = [keep] * len(self.workload.repeated)
         if keep is Keep.RECOMPUTE_OFFLOAD:
             keeps[-LAST_STAY:] = [Keep.RECOMPUTE] * min(LAST_STAY, len(keeps))
         chosen = tuple(forced.activations.get(i, keep) for i, keep in enumerate(keeps))
-        return self._add(Choice(placements, chosen, weights))
+        return self._add(Choice(self._placed[key], chosen, weights))
 
     # ------------------------------------------------------------------ answers
 
@@ -370,8 +380,10 @@ class Frontier:
         ordered = sorted(
             (
                 c
-                for c in self._seen.values()
-                if not within.over(c.needs) and (c is self.base or c.needs.device_peak_bytes <= self._most_bytes)
+                for choice, c in self._seen.items()
+                if choice not in self._probes
+                and not within.over(c.needs)
+                and (c is self.base or c.needs.device_peak_bytes <= self._most_bytes)
             ),
             key=_peak,
         )
@@ -452,8 +464,7 @@ def best_share(costs: Costs, choice: Choice, offload_fraction: float, budgets: B
 
     def judged(part: int) -> tuple[bool, float]:
         if part not in seen:
-            rows = place_fraction(buckets, offload_fraction, part / _FINE).buckets
-            tried = replace(choice, placements=tuple(row.placement for row in rows))
+            tried = replace(choice, placements=tuple(placements_of(buckets, offload_fraction, part / _FINE)))
             needs = memory.required(tried)
             seen[part] = bool(budgets and budgets.over(needs)), predict_of(costs, tried, needs).step_s
         return seen[part]

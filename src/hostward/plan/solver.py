@@ -1,7 +1,7 @@
 """Choose placements of buckets and treatments of layers by a linear program, solved by HiGHS through SciPy. No torch.
 
 Equal layers are counted, not distinguished: the program chooses how many of them get which treatment, and which shares
-of the state get which placement; `hostward.core.placement.place_fraction` then selects the buckets. Numbers of layers
+of the state get which placement; `hostward.core.placement.placements_of` then selects the buckets. Numbers of layers
 are rounded towards less device memory, and both values of a binary decision are tried: an integer program takes ten
 times as long. Times are linear: what the GPU computes, plus the work on each lane that does not fit within forward or
 backward. `hostward.plan.step_time` judges the result.
@@ -16,7 +16,7 @@ from itertools import accumulate, product
 from typing import Any
 
 from hostward.core.inventory import Bucket
-from hostward.core.placement import Placement, place_fraction, step_speed
+from hostward.core.placement import Placement, placements_of, step_speed
 from hostward.errors import needed_for
 from hostward.plan.cost_model import SUM_BYTES, Costs
 from hostward.plan.decisions import ELEMENTWISE, LEAVES, RECOMPUTED, Choice, Keep
@@ -335,11 +335,10 @@ class LinearProgram:
             of = {p: min(1.0, max(0.0, values[v])) for p, v in kinds.items()}
             streamed, host = of.get(Placement.STREAMED, 0.0), of.get(Placement.HOST, 0.0)
             share = streamed / (streamed + host) if streamed + host else 0.0
-            rows = place_fraction(
-                [self.buckets[m] for m in members], min(1.0, streamed + host), min(1.0, share)
-            ).buckets
-            for member, row in zip(members, rows, strict=True):
-                placements[member] = row.placement
+            of_members = [self.buckets[m] for m in members]
+            found = placements_of(of_members, min(1.0, streamed + host), min(1.0, share))
+            for member, placement in zip(members, found, strict=True):
+                placements[member] = placement
         keeps = [Keep.KEEP] * len(self.costs.repeated)
         for members, options in zip(self.layer_kinds, self.kept, strict=True):
             order = [k for k in TREATMENTS if k in options]

@@ -19,12 +19,8 @@ from hostward.plan.workload import Curve, Layer, Moment, PerToken, Way
 from hostward.schedule.staging import (
     MIN_STAGING_BUFFERS,
     StagingDecision,
-    TriggerInterval,
-    decide_staging,
-    late_trigger_bucket,
+    decide_staging_of,
     max_staging_buffers,
-    staging_buffer_bytes,
-    streamed_bytes,
 )
 from hostward.schedule.weights import weight_prefetch_depth
 
@@ -245,11 +241,10 @@ class StepModel:
         self._always = int(self._weights.sum() - self._offloaded.sum())
         self.resident_weight_bytes = self._always + int(self._offloaded[repeated][: self._ahead].sum())
         """Bytes of weights between steps, when the first offloaded layers are already being prefetched."""
-        streamed = np.flatnonzero(gradients.is_on[Placement.STREAMED]).tolist()
-        buckets = workload.inventory.buckets
-        self._slot_bytes = staging_buffer_bytes([streamed_bytes(buckets[b]) for b in streamed])
-        self._most = max_staging_buffers(len(streamed), self._slot_bytes, choice.staging_bytes)
-        self._late = late_trigger_bucket(facts.numels)
+        sizes = facts.slot_bytes[gradients.is_on[Placement.STREAMED]]
+        self._slot_bytes = int(sizes.max(initial=0))
+        self._most = max_staging_buffers(len(sizes), self._slot_bytes, choice.staging_bytes)
+        self._late = facts.late
 
     def evaluation(self) -> dict[Owner, float]:
         """Return the largest device bytes of a microbatch's forward without backward, once the step is done."""
@@ -421,8 +416,9 @@ class StepModel:
             return SlotCount(0, 0, (), ())
         if self._serial:  # acquired when backward is over
             return replace(self.first_slots, stage_at=(-1,) * self.first_slots.count)
-        settled = decide_staging(
-            self._spans(),
+        settled = decide_staging_of(
+            *self._facts.triggers,
+            self._peaks(),
             slot_size_bytes=self._slot_bytes,
             most=self._most,
             acquire_at=self._late,
@@ -441,14 +437,11 @@ class StepModel:
         """Return the first moment after each trigger of a ready gradient, in the order of `Facts.ready`."""
         return self._backward.starts[self._facts.ready_at] + len(self._forward.layer)
 
-    def _spans(self) -> list[TriggerInterval]:
-        """Return the peaks from each trigger to the next: those of layers in forward, then those of ready gradients."""
-        totals = self.timeline.totals
-        # Bytes at a trigger count for its span, even if no moment falls into it.
-        peaks = np.maximum.reduceat(totals, np.concatenate((self._forward.starts, self._ready_at)))
-        rounded = map(round, peaks.tolist())
-        uses = [TriggerInterval(layer.name, None, 0, next(rounded)) for layer in self._workload.layers]
-        return uses + [TriggerInterval(None, b, 0, next(rounded)) for b in self._facts.ready.tolist()]
+    def _peaks(self) -> Ints:
+        """Return the peak from each trigger to the next: those of layers in forward, then those of ready gradients."""
+        # Bytes at a trigger count for its interval, even if no moment falls into it.
+        at = np.concatenate((self._forward.starts, self._ready_at))
+        return np.rint(np.maximum.reduceat(self.timeline.totals, at)).astype(np.int64)
 
     def peak(self, slots: SlotCount) -> Mapping[Owner, float]:
         """Return the bytes by category at the moment at which the device holds the most."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
 
 from hostward.core.inventory import Bucket, align
 
@@ -88,12 +89,39 @@ def late_trigger_bucket(numels: Sequence[int]) -> int:
 def decide_staging(
     spans: Sequence[TriggerInterval], *, slot_size_bytes: int, most: int, acquire_at: int, early: bool
 ) -> StagingDecision | None:
+    """Decide the number of staging buffers, and when to acquire and release them, from the intervals of one step.
+
+    The other arguments and the result are those of `decide_staging_of`.
+    """
+    return decide_staging_of(
+        [span.layer for span in spans],
+        np.array([-1 if span.bucket is None else span.bucket for span in spans], np.int64),
+        np.array([span.peak_bytes for span in spans], np.int64),
+        slot_size_bytes=slot_size_bytes,
+        most=most,
+        acquire_at=acquire_at,
+        early=early,
+    )
+
+
+def decide_staging_of(
+    layers: Sequence[str | None],
+    buckets: npt.NDArray[np.int64],
+    peaks: npt.NDArray[np.int64],
+    *,
+    slot_size_bytes: int,
+    most: int,
+    acquire_at: int,
+    early: bool,
+) -> StagingDecision | None:
     """Decide the number of staging buffers, and when to acquire and release them, from the memory of one step.
 
     Staging buffers may use the memory that backward has freed, and the bytes of MIN_STAGING_BUFFERS besides.
 
     Args:
-        spans: the intervals of one step, in order.
+        layers: by interval of the step, in order, the layer whose `on_pre_forward` begins it, or None.
+        buckets: the bucket whose `on_grad_ready` begins each interval, or -1; int64 [intervals].
+        peaks: peak of the device memory besides the staging buffers, in bytes; int64 [intervals].
         slot_size_bytes: bytes of one staging buffer.
         most: largest number of staging buffers.
         acquire_at: bucket from whose `on_grad_ready` on the buffers must fit.
@@ -102,33 +130,25 @@ def decide_staging(
     Returns:
         The decision; None if backward reported no `on_grad_ready`.
     """
-    most_bytes = max((span.peak_bytes for span in spans), default=0)
-    limit = most_bytes + MIN_STAGING_BUFFERS * slot_size_bytes
-    triggers = [i for i, span in enumerate(spans) if span.bucket is not None]
-    if not triggers:
+    triggers = np.flatnonzero(buckets >= 0)
+    if not len(triggers):
         return None
-    later = list(accumulate((span.peak_bytes for span in reversed(spans)), max))[::-1]
+    most_bytes = int(peaks.max())
+    limit = most_bytes + MIN_STAGING_BUFFERS * slot_size_bytes
+    later = np.maximum.accumulate(peaks[::-1])[::-1]
     """By interval: the highest peak from it on."""
 
-    acquired = next((i for i in triggers if (spans[i].bucket or 0) <= acquire_at), triggers[0])
-    count = min(most, (limit - later[acquired]) // slot_size_bytes)
-    same = max(most_bytes, later[acquired] + count * slot_size_bytes)
-    lowest = list(accumulate((spans[i].bucket or 0 for i in triggers), min))
+    ready = buckets[triggers]
+    acquired_bytes = int(later[triggers[(ready <= acquire_at).argmax()]])  # the first trigger where no bucket is so low
+    count = min(most, (limit - acquired_bytes) // slot_size_bytes)
+    same = max(most_bytes, acquired_bytes + count * slot_size_bytes)
+    sizes = slot_size_bytes * np.arange(1, count + 1)
     # Triggers of buckets lower than all before them, and the room that is needed at each: ever less.
-    first = [i for i, low in zip(triggers, lowest, strict=True) if spans[i].bucket == low]
-    needed = [-later[i] for i in first]
-    layers = [span for span in spans if span.layer is not None]
-    highest = list(accumulate((span.peak_bytes for span in layers), max))
-
-    def acquired_at(buffers: int) -> int:
-        """Return the bucket at whose trigger there is room for so many buffers."""
-        at = bisect_left(needed, buffers * slot_size_bytes - same) if early else len(first)
-        return spans[first[at]].bucket or 0 if at < len(first) else acquire_at
-
-    def released_at(buffers: int) -> str | None:
-        """Return the first layer before whose forward there is no room for so many buffers."""
-        at = bisect_right(highest, limit - buffers * slot_size_bytes)
-        return layers[at].layer if at < len(layers) else None
-
-    numbers = range(1, count + 1)
-    return StagingDecision(count, tuple(map(acquired_at, numbers)), tuple(map(released_at, reversed(numbers))))
+    first = triggers[ready == np.minimum.accumulate(ready)]
+    room = np.searchsorted(-later[first], sizes - same) if early else np.full(count, len(first))
+    acquire = np.append(buckets[first], acquire_at)[room]
+    # Buffers are released before the first layer before whose forward there is no room for so many.
+    named = [i for i, layer in enumerate(layers) if layer is not None]
+    fitting = np.searchsorted(np.maximum.accumulate(peaks[named]), limit - sizes[::-1], "right")
+    names = [*(layers[i] for i in named), None]
+    return StagingDecision(count, tuple(acquire.tolist()), tuple([names[at] for at in fitting.tolist()]))
