@@ -74,8 +74,8 @@ typedef struct {
   void* exp_avg_sq;
   uint8_t* exp_avg_scale;    /* HOSTWARD_MOMENT_FP8 only: a byte per block, that of element i at i / 128 */
   uint8_t* exp_avg_sq_scale; /* the same */
-  int16_t* remainder; /* HOSTWARD_MASTER_SPLIT only */
-  float* master;      /* HOSTWARD_MASTER_PLAIN only */
+  int16_t* remainder;        /* HOSTWARD_MASTER_SPLIT only */
+  float* master;             /* HOSTWARD_MASTER_PLAIN only */
   const hostward_range* ranges;
   int64_t n_ranges;
   const hostward_hyper* hyper;

@@ -129,9 +129,13 @@ int run_task(const hostward_adamw_task& task) {
         void* master = nullptr;
         if (task.master_kind == HOSTWARD_MASTER_SPLIT) master = task.remainder + state;
         if (task.master_kind == HOSTWARD_MASTER_PLAIN) master = task.master + state;
-        const Piece part = {at(range.grad, from, grad_bytes), at(range.weight, from, weight_bytes),
-                            at(task.exp_avg, state, first_bytes), at(task.exp_avg_sq, state, second_bytes), master,
-                            scale_at(task.exp_avg_scale, state), scale_at(task.exp_avg_sq_scale, state)};
+        const Piece part = {at(range.grad, from, grad_bytes),
+                            at(range.weight, from, weight_bytes),
+                            at(task.exp_avg, state, first_bytes),
+                            at(task.exp_avg_sq, state, second_bytes),
+                            master,
+                            scale_at(task.exp_avg_scale, state),
+                            scale_at(task.exp_avg_sq_scale, state)};
         function(make_constants(task, range, scale), part, std::min(to, range.length) - from);
       });
     }
