@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 from machine import describe
@@ -94,11 +95,16 @@ def main() -> None:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def timed(words: list[str], cache: Path) -> tuple[float, float]:
-    """Seconds by the clock and of the processor of `python *words`, with this cache folder."""
+def timed(words: list[str], cache: Path, codes: Collection[int] = (0,)) -> tuple[float, float]:
+    """Seconds by the clock and of the processor of `python *words`, with this cache folder.
+
+    Raises RuntimeError if it exits with none of `codes`.
+    """
     start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
-    subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL, env=environment)
+    done = subprocess.run([sys.executable, *words], check=False, capture_output=True, text=True, env=environment)
+    if done.returncode not in codes:
+        raise RuntimeError(f"exit code {done.returncode}: {done.stderr[-1000:]}")
     wall_s, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     return wall_s, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
