@@ -81,24 +81,23 @@ def small() -> Workload:
 
 def test_what_is_predicted_of_a_run(small: Workload) -> None:
     """Seconds are the plan's, else those of a known GPU, else unknown; bytes are those of the memory model."""
-    choice, hardware = Choice((Placement.HOST,) * len(small.inventory.buckets), (Keep.KEEP, Keep.KEEP)), profile("h200")
-    needs, seconds = required(small, choice), predict(small, choice, speeds_of(hardware))
-    by_profile = estimate(small, choice, needs, None, hardware)
+    choice = Choice((Placement.HOST,) * len(small.inventory.buckets), (Keep.KEEP, Keep.KEEP))
+    speeds, shared = (speeds_of(profile("h200"), gpus) for gpus in (1, 4))
+    needs, seconds = required(small, choice), predict(small, choice, speeds)
+    by_profile = estimate(small, choice, needs, None, speeds)
     assert (by_profile.step_s, by_profile.exposed_s) == (seconds.step_s, seconds.exposed_s)
     assert by_profile.device_peak_bytes == needs.device_peak_bytes > 0
     assert (by_profile.host_bytes, by_profile.pinned_bytes) == (needs.host_bytes, needs.pinned_bytes)
-    among_four = estimate(small, choice, needs, None, hardware, 4)
-    assert among_four.step_s == predict(small, choice, speeds_of(hardware, 4)).step_s
+    among_four = estimate(small, choice, needs, None, shared)
+    assert among_four.step_s == predict(small, choice, shared).step_s
     assert among_four.step_s > seconds.step_s, "four GPUs share the host's memory"
     unknown = estimate(small, choice, needs, None, None)
     assert (unknown.step_s, unknown.exposed_s) == (None, None)
     made = plan(small, choice)
     edited = replace(made, predicted=replace(made.predicted, step_s=7.0))
-    assert estimate(small, choice, needs, edited, hardware).step_s == 7.0
+    assert estimate(small, choice, needs, edited, speeds).step_s == 7.0
     longer = workload("model.seq_length=48")  # which the plan is not for
-    assert (
-        estimate(longer, choice, needs, edited, hardware).step_s == predict(longer, choice, speeds_of(hardware)).step_s
-    )
+    assert estimate(longer, choice, needs, edited, speeds).step_s == predict(longer, choice, speeds).step_s
     assert estimate(longer, choice, needs, edited, None).step_s is None
 
 
