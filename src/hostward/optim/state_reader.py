@@ -61,7 +61,7 @@ class Stretch:
     low: torch.Tensor | None = None
     scales: torch.Tensor | None = None
     role: str = ""
-    """FP8 moments are told apart by their names."""
+    """Of an FP8 moment its name: the two are encoded differently."""
 
     @property
     def memory(self) -> list[torch.Tensor]:

@@ -27,7 +27,7 @@ def sentences(report: RunReport) -> list[str]:
 def better_plans(report: RunReport) -> list[str]:
     """Return sentences about plans of the report's frontier, all within the host's memory, that are predicted faster.
 
-    Predictions are compared with predictions, by the same rates of the machine, and what the run took is told beside
+    Predictions are compared with predictions, by the same rates of the machine, and what the run took stands beside
     them. The first sentence is about as much device memory as the run's plan takes, the second about all of the GPU's,
     the last says how to train by the first plan. None of them is there without such a plan.
     """

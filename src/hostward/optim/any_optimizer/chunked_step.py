@@ -21,7 +21,7 @@ from hostward.errors import ConfigError, MemoryLimitError, ModelError
 from hostward.model.parameters import local_of, sharding_of
 from hostward.optim.any_optimizer.combined import CombinedOptimizer
 from hostward.optim.any_optimizer.host_state import Chunk, cut
-from hostward.optim.any_optimizer.own_step import check_step, narrowed
+from hostward.optim.any_optimizer.own_step import check_step, narrowed, step_hooks
 from hostward.optim.any_optimizer.staging import AwayState
 from hostward.optim.any_optimizer.state_entry import Entry, version_of
 
@@ -291,7 +291,7 @@ def without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
     They have run already; a step that calls its parent's would run them again.
     """
-    hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    hooks = step_hooks(optimizer)
     optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     try:
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import chain
@@ -11,7 +12,7 @@ import torch
 
 from hostward.errors import ConfigError, ModelError
 from hostward.model.parameters import sharding_of
-from hostward.optim.any_optimizer.own_step import check_step, raw_step
+from hostward.optim.any_optimizer.own_step import check_step, raw_step, step_hooks
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
@@ -100,7 +101,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
     def _require_shared(self) -> None:
         """Raise ModelError where an optimizer has groups, state, a step or step hooks that this one does not know."""
         groups = list(chain.from_iterable(optimizer.param_groups for optimizer in self.optimizers))
-        same = len(groups) == len(self.param_groups) and all(map(_is, groups, self.param_groups))
+        same = len(groups) == len(self.param_groups) and all(map(operator.is_, groups, self.param_groups))
         for optimizer in self.optimizers:
             name = type(optimizer).__name__
             check_step(optimizer)
@@ -110,7 +111,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
                     why="it was given parameters or another state on its own",
                     fix="combine the optimizers anew",
                 )
-            if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+            if any(step_hooks(optimizer)):
                 raise ModelError(
                     f"this {name} of a CombinedOptimizer has step hooks",
                     why="where parameters are stepped in several calls, they would run several times",
@@ -133,10 +134,6 @@ def _refuse_alone(optimizer: torch.optim.Optimizer, *_: object) -> None:
         why="it shares groups and state with the other optimizers of a CombinedOptimizer",
         fix="save and load the CombinedOptimizer",
     )
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other
 
 
 def _check(optimizers: tuple[torch.optim.Optimizer, ...]) -> None:

@@ -36,6 +36,11 @@ def check_step(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return the hooks of this optimizer that torch calls before and after a step."""
+    return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+
+
 @contextmanager
 def narrowed(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
     """Limit the optimizer to these parameters inside the block; groups keep their place."""
