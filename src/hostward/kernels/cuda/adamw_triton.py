@@ -120,10 +120,24 @@ def _mix(value):
 
 
 @triton.jit
+def _of_lanes(of_blocks, LANES: tl.constexpr):
+    """Return for each lane the value of its FP8 block, from one for each of LANES // 128 blocks."""
+    blocks: tl.constexpr = LANES // FP8_BLOCK
+    return tl.reshape(tl.broadcast_to(tl.expand_dims(of_blocks, 1), (blocks, FP8_BLOCK)), (LANES,))
+
+
+@triton.jit
+def _scale_pointers(scales, first, LANES: tl.constexpr):
+    """Return pointers to the bytes of the FP8 blocks from element `first` on, with which a block begins."""
+    return (scales + first // FP8_BLOCK).to(tl.pointer_type(tl.uint8)) + tl.arange(0, LANES // FP8_BLOCK)
+
+
+@triton.jit
 def _load_moment(
     address,
     scales,
     first,
+    length,
     inside,
     ALIGNED: tl.constexpr,
     CODE: tl.constexpr,
@@ -133,9 +147,9 @@ def _load_moment(
     """Load moments, converted exactly to fp32. `scales`: address of the byte of block 0 of an FP8 moment."""
     if CODE == FP8:
         code = _load(address, first, inside, ALIGNED, tl.uint8, 1, LANES).to(tl.int32)
-        blocks = (first + tl.arange(0, LANES)) // FP8_BLOCK
-        top = tl.load(scales.to(tl.pointer_type(tl.uint8)) + blocks, mask=inside, other=0).to(tl.int32)
-        top = tl.maximum(top, 32)
+        begins = first + FP8_BLOCK * tl.arange(0, LANES // FP8_BLOCK)
+        tops = tl.load(_scale_pointers(scales, first, LANES), mask=begins < length, other=0).to(tl.int32)
+        top = _of_lanes(tl.maximum(tops, 32), LANES)
         if SIGNED:
             magnitude = code & 127
             small = magnitude.to(tl.float32) * ((top - 17) << 23).to(tl.float32, bitcast=True)
@@ -153,11 +167,10 @@ def _load_moment(
 
 @triton.jit
 def _block_tops(rounded, inside, LANES: tl.constexpr):
-    """Return the largest exponent in each lane's block, at least 32, from magnitudes as uint32 bits."""
-    exponents = tl.where(inside, (rounded >> 23).to(tl.int32), 0)
-    tops = tl.max(tl.reshape(exponents, (LANES // FP8_BLOCK, FP8_BLOCK)), 1)
-    of_lanes = tl.broadcast_to(tl.expand_dims(tops, 1), (LANES // FP8_BLOCK, FP8_BLOCK))
-    return tl.maximum(tl.reshape(of_lanes, (LANES,)), 32)
+    """Return the largest exponent in each FP8 block, at least 32, from magnitudes as uint32 bits."""
+    largest = tl.where(inside, rounded, 0).to(tl.int32, bitcast=True)  # the sign bit is not set
+    tops = tl.max(tl.reshape(largest, (LANES // FP8_BLOCK, FP8_BLOCK)), 1) >> 23
+    return tl.maximum(tops, 32)
 
 
 @triton.jit
@@ -182,6 +195,7 @@ def _store_moment(
     address,
     scales,
     first,
+    length,
     bits,
     random,
     inside,
@@ -197,11 +211,11 @@ def _store_moment(
     if CODE == FP8:
         unsigned = bits.to(tl.uint32, bitcast=True)
         cut = (random << 4) + 8
-        top = _block_tops((unsigned & 0x7FFFFFFF) + cut, inside, LANES)
-        _store(address, first, _fp8_code(unsigned, cut, top, SIGNED).to(tl.uint8), inside, ALIGNED, tl.uint8, 1, LANES)
-        elements = first + tl.arange(0, LANES)
-        begins = inside & (elements % FP8_BLOCK == 0)
-        tl.store(scales.to(tl.pointer_type(tl.uint8)) + elements // FP8_BLOCK, top.to(tl.uint8), mask=begins)
+        tops = _block_tops((unsigned & 0x7FFFFFFF) + cut, inside, LANES)
+        code = _fp8_code(unsigned, cut, _of_lanes(tops, LANES), SIGNED)
+        _store(address, first, code.to(tl.uint8), inside, ALIGNED, tl.uint8, 1, LANES)
+        begins = first + FP8_BLOCK * tl.arange(0, LANES // FP8_BLOCK)
+        tl.store(_scale_pointers(scales, first, LANES), tops.to(tl.uint8), mask=begins < length)
     elif CODE == BF16:
         rounded = (bits.to(tl.uint32, bitcast=True) + random) >> 16
         _store(address, first, rounded.to(tl.int16), inside, ALIGNED, tl.int16, 2, LANES)
@@ -244,8 +258,8 @@ def _step_lanes(
     """
     inside = (first + tl.arange(0, LANES)) < length
     gradient = load_as_fp32(grad, first, inside, ALIGNED, GRAD, LANES)
-    m = _load_moment(exp_avg, exp_avg_scales, first, inside, ALIGNED, EXP_AVG, True, LANES)
-    v = _load_moment(exp_avg_sq, exp_avg_sq_scales, first, inside, ALIGNED, EXP_AVG_SQ, False, LANES)
+    m = _load_moment(exp_avg, exp_avg_scales, first, length, inside, ALIGNED, EXP_AVG, True, LANES)
+    v = _load_moment(exp_avg_sq, exp_avg_sq_scales, first, length, inside, ALIGNED, EXP_AVG_SQ, False, LANES)
     if MASTER == MASTER_SPLIT:
         high = _load(weight, first, inside, ALIGNED, tl.int16, 2, LANES).to(tl.int32) << 16
         bits = high + _load(extra, first, inside, ALIGNED, tl.int16, 2, LANES).to(tl.int32)
@@ -270,10 +284,10 @@ def _step_lanes(
         both = v_bits.to(tl.uint32, bitcast=True) * tl.full((), 0x9E3779B1, tl.uint32)
         random = _mix((both + m_bits.to(tl.uint32, bitcast=True)) ^ step_key)
     _store_moment(
-        exp_avg, exp_avg_scales, first, m_bits, random & 0xFFFF, inside, ALIGNED, EXP_AVG, True, LANES
+        exp_avg, exp_avg_scales, first, length, m_bits, random & 0xFFFF, inside, ALIGNED, EXP_AVG, True, LANES
     )  # fmt: skip
     _store_moment(
-        exp_avg_sq, exp_avg_sq_scales, first, v_bits, random >> 16, inside, ALIGNED, EXP_AVG_SQ, False, LANES
+        exp_avg_sq, exp_avg_sq_scales, first, length, v_bits, random >> 16, inside, ALIGNED, EXP_AVG_SQ, False, LANES
     )  # fmt: skip
     if MASTER == MASTER_SPLIT:
         _store(weight, first, _weight_bits(p_bits, WEIGHT), inside, ALIGNED, tl.int16, 2, LANES)
