@@ -70,7 +70,7 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def built(name: str, shape: str, seq: int) -> Any:
+def built(name: str, shape: str, seq: int, rows: int) -> Any:
     """Return Megatron's model and optimizer as this contender has them."""
     import megatron_cases as cases
 
@@ -91,7 +91,7 @@ def built(name: str, shape: str, seq: int) -> Any:
         overlap=True,
         bucket_size=40_000_000,
         model=model,
-        data=cases.Data(vocabulary=32_000, sequence=seq, rows=1),
+        data=cases.Data(vocabulary=32_000, sequence=seq, rows=rows),
         attention=Attention,
         **flags,
     )
@@ -121,7 +121,7 @@ def _measured(name: str, arguments: argparse.Namespace, tokens: int) -> dict[str
     import megatron_cases as cases
 
     before = resident_bytes()
-    run = built(name, arguments.model, arguments.seq)
+    run = built(name, arguments.model, arguments.seq, arguments.rows)
     marks = []
 
     def mark(_: int) -> None:
@@ -129,7 +129,7 @@ def _measured(name: str, arguments: argparse.Namespace, tokens: int) -> dict[str
         event.record()
         marks.append(event)
 
-    microbatches = tokens // arguments.seq // dist.get_world_size()
+    microbatches = tokens // (arguments.seq * arguments.rows) // dist.get_world_size()
     told = cases.train(run, SKIPPED + arguments.steps + 1, microbatches=microbatches, before_step=mark)
     torch.cuda.synchronize()
     seconds = [a.elapsed_time(b) * 1e-3 for a, b in itertools.pairwise(marks[SKIPPED:])]
@@ -164,7 +164,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="1.7b", choices=list(SHAPES))
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768], help="of a step, of all ranks")
-    parser.add_argument("--seq", type=int, default=4096, help="tokens of a sequence, one in each microbatch")
+    parser.add_argument("--seq", type=int, default=4096, help="tokens of a sequence")
+    parser.add_argument("--rows", type=int, default=1, help="sequences in a microbatch")
     parser.add_argument("--steps", type=int, default=6, help="of each contender and turn that count")
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
@@ -181,6 +182,7 @@ def main() -> None:
         "benchmark": "megatron",
         "machine": alone(describe),
         "model": arguments.model,
+        "rows": arguments.rows,
         "cases": [],
     }
     for tokens in arguments.tokens:

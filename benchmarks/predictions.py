@@ -76,12 +76,17 @@ class Row:
         return self.host_bytes / self.host_measured_bytes - 1 if self.host_bytes and self.host_measured_bytes else None
 
 
-@cache
 def workload(shape: Shape, tokens: int, seq: int, options: RowOptions | None = None) -> Workload:
     """Of the models of step.py and activations.py, with the state of a row of step.py."""
+    state = options.state if options is not None else None
+    return _workload(shape, tokens, seq, tuple(state.items()) if state else None)
+
+
+@cache
+def _workload(shape: Shape, tokens: int, seq: int, state: tuple[tuple[str, torch.dtype], ...] | None) -> Workload:
     model = build(shape, seq, torch.device("meta"))
     sizes = {"sequence_tokens": seq, "microbatch_sequences": tokens // seq}
-    form = checked_form(options.state if options is not None else None, use_torch_optimizer=False)
+    form = checked_form(dict(state) if state else None, use_torch_optimizer=False)
     return workload_of(model, loss=lambda m, ids: loss_of(m, ids, shape.loss_chunk), form=form, **sizes)
 
 
