@@ -49,7 +49,15 @@ def optimizer_of(model: torch.nn.Module) -> hostward.CombinedOptimizer:
 
 
 def whole(tensor: torch.Tensor) -> str:
-    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """Return a digest of a tensor that ranks share by rows, or that this one has.
+
+    `full_tensor()` is not for ranks that share a GPU: gloo reads the device's memory as if it were the host's
+    (pytorch/pytorch issue 152645).
+    """
+    if isinstance(tensor, DTensor):
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, tensor.to_local().cpu())
+        tensor = torch.cat(parts)
     return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
