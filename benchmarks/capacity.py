@@ -76,7 +76,12 @@ def trained(a: argparse.Namespace, case: dict[str, Any]) -> dict[str, Any]:
     """Five steps by the plan."""
     form, layers = case["format"], case["layers"]
     report = a.plans / f"{form}-{layers}-report.json"
-    words = [*options(layers, form), f"train.train_iters={STEPS}", f"scheduler.lr_decay_iters={STEPS}"]
+    words = [
+        *options(layers, form),
+        f"train.train_iters={STEPS}",
+        f"scheduler.lr_decay_iters={STEPS}",
+        "scheduler.lr_warmup_iters=0",
+    ]
     plan = ["--plan", str(a.plans / f"{form}-{layers}.json"), "--json", str(report)]
     try:
         done = hostward("train", "--recipe", RECIPE, *words, *plan, seconds=a.time_limit_s)

@@ -6,7 +6,8 @@
 
 FOLDER holds the measuring programs measure_native.py and measure_deepspeed.py, and the packages that they need under
 peer_site/ (for DeepSpeed under peer_site_deepspeed/ where that exists). Each mode runs in processes of its own; what
-cannot run becomes a row that says why. Clipping is on in every mode that can clip: each row says which. A ratio is to
+cannot run becomes a row that says why. Clipping is on in every mode that can clip, unless its name ends in +unclipped:
+each row says which. A ratio is to
 the mode's own base, the same dtypes on the GPU and the same clipping; DeepSpeed has a model and a base of its own.
 """
 
@@ -30,6 +31,7 @@ from typing import Any
 from machine import describe
 
 CLIP = 1.0
+UNCLIPPED = "+unclipped"
 SECONDS_PER_MODE = 240
 GIB = 1 << 30
 
@@ -101,10 +103,11 @@ def measure(folder: Path, names: Sequence[str], job: Job, seconds_left: Callable
     """
     rows = []
     for name in names:
-        mode = MODES[name]
-        row = _run(folder, name, job, CLIP if mode.clips else 0.0, seconds_left())
+        plain = name.removesuffix(UNCLIPPED)
+        clip = CLIP if MODES[plain].clips and plain == name else 0.0
+        row = _run(folder, plain, job, clip, seconds_left())
         if row["status"] == "error" and row["clip"]:
-            again = _run(folder, name, job, 0.0, seconds_left())
+            again = _run(folder, plain, job, 0.0, seconds_left())
             row = again | {"with_clipping": row["why"]}
         rows.append(row)
         print(f"  peer {name}: {row['status']} {row.get('ms', row.get('why'))}", file=sys.stderr, flush=True)
@@ -276,9 +279,10 @@ def checked_names(text: str) -> list[str]:
     groups = {"native": NATIVE, "deepspeed": DEEPSPEED, "activations": ACTIVATIONS, "none": []}
     names = [name for word in text.split(",") for name in groups.get(word, [word])]
     for name in names:
-        if name not in MODES:
+        if name.removesuffix(UNCLIPPED) not in MODES:
             raise ValueError(
-                f"{name!r} is no mode: choose from native, deepspeed, activations, none, {', '.join(MODES)}"
+                f"{name!r} is no mode: choose from native, deepspeed, activations, none, {', '.join(MODES)}, "
+                f"any of them with {UNCLIPPED}"
             )
     return names
 

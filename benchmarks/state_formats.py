@@ -1,6 +1,8 @@
-"""What fewer bytes of state do to the loss: the small recipe in bf16, trained from several seeds with each format.
+"""What fewer bytes of state do to the loss: a recipe in bf16, trained from several seeds with each format.
 
     python benchmarks/state_formats.py --seeds 4 --json benchmarks/results/DATE-state-formats.json
+    python benchmarks/state_formats.py --recipe llama32_1b_pretrain_config --iterations 200 --mean-of 50 \\
+        --options model.vocab_size=None model.seq_length=2048 --seeds 2 --json FILE
 
 A seed is that of the first weights, so runs of one seed differ in the format alone; how far apart runs of one format
 are says how far apart two equally good runs are. Moments rounded to nearest are emulated: moments of an fp32 state are
@@ -60,12 +62,14 @@ register_optimizer_step_post_hook(rounded)
 PROGRAM = "\nimport runpy\nrunpy.run_module('hostward', run_name='__main__', alter_sys=True)\n"
 
 
-def run(iterations: int, name: str, seed: int) -> list[float]:
+def run(arguments: argparse.Namespace, name: str, seed: int) -> list[float]:
     """The losses of one run."""
     options, nearest = FORMATS[name]
+    iterations = arguments.iterations
     steps = [f"train.train_iters={iterations}", f"scheduler.lr_decay_iters={iterations}", "logger.log_interval=100"]
     with tempfile.TemporaryDirectory() as folder:
-        words = ["train", "--run-dir", folder, *SETTINGS, *steps, f"rng.seed={seed}", *options]
+        words = ["train", "--recipe", arguments.recipe, "--run-dir", folder, *SETTINGS, *arguments.options, *steps]
+        words += [f"rng.seed={seed}", *options]
         command = [sys.executable, "-c", (NEAREST if nearest else "") + PROGRAM, *words]
         subprocess.run(command, check=True, stdout=sys.stderr, env={**os.environ, "OMP_NUM_THREADS": "1"})
         losses: list[float] = json.loads((Path(folder) / "report.json").read_text())["losses"]
@@ -101,7 +105,9 @@ def compared(losses: dict[str, list[list[float]]], mean_of: int) -> dict[str, An
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", default="qwen3_moe_tiny_pretrain_config")
+    parser.add_argument("--options", nargs="+", default=[], help="of the recipe, besides those of all runs")
     parser.add_argument("--iterations", type=int, default=1000)
     parser.add_argument("--mean-of", type=int, default=100, help="iterations over which losses are averaged")
     parser.add_argument("--seeds", type=int, default=4)
@@ -114,12 +120,12 @@ def main() -> None:
     seeds = range(FIRST_SEED, FIRST_SEED + arguments.seeds)
     names = list(dict.fromkeys(["fp32", *arguments.formats]))
     with ThreadPoolExecutor(arguments.at_once) as pool:
-        runs = {n: [pool.submit(run, arguments.iterations, n, seed) for seed in seeds] for n in names}
+        runs = {n: [pool.submit(run, arguments, n, seed) for seed in seeds] for n in names}
         losses = {name: [each.result() for each in of_name] for name, of_name in runs.items()}
     found = {
         **describe(),
-        "recipe": "qwen3_moe_tiny_pretrain_config",
-        "options": SETTINGS,
+        "recipe": arguments.recipe,
+        "options": [*SETTINGS, *arguments.options],
         "iterations": arguments.iterations,
         "mean_of": arguments.mean_of,
         "seeds": list(seeds),
