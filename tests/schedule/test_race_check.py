@@ -86,6 +86,15 @@ SHAPES = {
     "fetched, summed": StepShape(
         (H,) * 4, tuple("abcd"), accumulated_on_host=frozenset(range(4)), prefetched=frozenset((0, 2))
     ),
+    "guessed": StepShape((H,) * 4, tuple("aabc"), guessed=frozenset(range(4))),
+    "guessed in part": StepShape(
+        (H, D, H, S, H, H),
+        tuple("aabbcc"),
+        staging_buffers=1,
+        guessed=frozenset((0, 4)),
+        accumulated_on_host=frozenset((2,)),
+    ),
+    "guessed, fetched": StepShape((H,) * 4, tuple("abcd"), guessed=frozenset((0, 3)), prefetched=frozenset((1,))),
     "fetched, mixed": StepShape((H, H, D, S), tuple("abcd"), staging_buffers=1, prefetched=frozenset((0,))),
 }
 IMPLIED = {
