@@ -378,7 +378,7 @@ class Bindings:
     def _bias_tables(self, hyper: Hyper) -> tuple[FloatTable, FloatTable]:
         """Return bias corrections that reach the step about to be made."""
         key = (hyper.beta1, hyper.beta2)
-        need = (self._step_bound or 0) + 2  # of a guess the bound is that before its step
+        need = (self._step_bound or 0) + 1
         tables = self._tables.get(key)
         if tables is None or (len(tables[0]) <= need and not (tables[0][-1] == 1.0 and tables[1][-1] == 1.0)):
             tables = self._tables[key] = bias_tables(*key, max(_FIRST_TABLE_LENGTH, 2 * need))
