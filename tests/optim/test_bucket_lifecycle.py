@@ -1,7 +1,7 @@
 """Each legal way through the life of a bucket and of a layer's weights; every other transition raises OrderingError.
 
-Seen red: each check of a phase left out in turn; `last_ranges` not kept; streams of returned memory not cleared; a guess
-kept after each of the transitions that end it, made with a part of the gradients, or made without being asked for.
+Seen red: each check of a phase left out in turn; `last_ranges` not kept; streams of returned memory not cleared; a
+guess kept after each of the transitions that end it, made with a part of the gradients, or without being asked for.
 """
 
 from __future__ import annotations

@@ -413,12 +413,13 @@ def test_no_room_for_the_second_sets_is_told_before_anything_is_allocated(monkey
         ({"overlap": False}, "step_early with overlap=False"),
         ({"use_torch_optimizer": True}, "step_early with overlap=False or use_torch_optimizer=True"),
         ({"gradients": "host"}, 'step_early with gradients="host"'),
+        ({"step_early": 1.5}, "step_early must be a number in"),
     ],
 )
 def test_options_that_leave_nothing_to_step_early_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text) as caught:
-        adamw(Model(), step_early=True, offload_fraction=1.0, **options)
-    assert "leave step_early out" in caught.value.fix
+        adamw(Model(), **{"step_early": True, "offload_fraction": 1.0, **options})
+    assert ("step_early=0.5" if "step_early" in options else "leave step_early out") in caught.value.fix
 
 
 def test_offloaded_weights_are_stepped_after_the_norm() -> None:
@@ -439,6 +440,19 @@ def test_offloaded_weights_are_stepped_after_the_norm() -> None:
     expected = run()
     for order in (EAGER, LATEST):
         assert_equal(run(order, attach=True, step_early=True), expected)
+
+
+def test_a_share_of_the_buckets_is_stepped_early_and_the_rest_after_the_norm() -> None:
+    early: dict[str, Any] = {"offload_fraction": 1.0, "step_early": 0.4, **HOST}
+    _, optimizer = made(BF16, (FP32, FP32), **early)
+    sizes = [s.bucket.state_bytes for s in optimizer._states]
+    twins = [s.twin is not None for s in optimizer._states]
+    assert twins == sorted(twins)
+    early_bytes = sum(size for size, twin in zip(sizes, twins, strict=True) if twin)
+    assert abs(early_bytes - 0.4 * sum(sizes)) <= max(sizes) / 2
+    expected = trained(BF16, (FP32, FP32))
+    for order in (EAGER, LATEST):
+        assert_equal(trained(BF16, (FP32, FP32), order=order, **early), expected)
 
 
 def test_nothing_is_guessed_by_default() -> None:

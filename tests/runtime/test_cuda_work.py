@@ -407,7 +407,8 @@ def test_a_guess_and_its_confirmation_have_hyper_parameters_of_their_own_and_run
         tasks.append(context.calls()[0])
     before = [tensor.clone() for tensor in (operands.exp_avg.data, operands.ranges[0].weight.data)]
     weights = []
-    for _, _, function, argument in tasks:
+    for scale, (_, _, function, argument) in zip((1.0, 0.5), tasks, strict=True):
+        scalars.scale.data.fill_(scale)
         ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)(argument)
         weights.append(weight.data.clone())
     assert not torch.equal(*weights)

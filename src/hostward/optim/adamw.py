@@ -19,7 +19,7 @@ from torch.optim.optimizer import ParamsT
 from hostward.config.arguments import named_options
 from hostward.core.host_limits import Rates
 from hostward.core.inventory import Inventory, StateFormat
-from hostward.core.placement import PlacedBucket, Plan
+from hostward.core.placement import PlacedBucket, Plan, stepped_early
 from hostward.distributed.flat_shards import FlatPart, FlatShards
 from hostward.errors import HostwardError, ModelError, OrderingError
 from hostward.model.deferred_weights import is_away, waits
@@ -234,11 +234,12 @@ class AdamW(torch.optim.Optimizer):
             identical, much slower. The state of these buckets is never pinned. A plan may say so too.
         use_torch_optimizer: step the host share with torch.optim.AdamW on fp32 main weights: not bitwise identical, and
             slower.
-        step_early: make CPU optimizer steps during backward, as gradients land on the host, on the guess that the norm
-            will not clip. The step writes a second set of the state, in as much host memory as moments, main weights
-            and weights of these buckets take (12 bytes per bf16 parameter with fp32 moments, 8 with bf16 ones), and is
-            made again from the first where the guess was wrong: bitwise identical. After a step that clipped, none is
-            guessed. Not with `gradients="host"`; weights that are offloaded are not stepped early.
+        step_early: share of the state with a CPU optimizer step that is stepped during backward, as its gradients land
+            on the host, on the guess that the norm will not clip; True: all of it. The step writes a second set of the
+            state, in as much host memory as moments, main weights and weights of these buckets take (12 bytes per bf16
+            parameter with fp32 moments, 8 with bf16 ones), and is made again from the first where the guess was wrong:
+            bitwise identical. After a step that clipped, none is guessed. Not with `gradients="host"`; weights that are
+            offloaded are stepped after the norm.
         gradients: where gradients of buckets with a CPU optimizer step are accumulated over microbatches; None: as the
             plan says, or "device". "device": in `.grad`, from which they are offloaded in the last backward. "host": in
             float32 on the host, to which they are offloaded in every backward; those of other buckets in `.grad`, in
@@ -312,7 +313,7 @@ class AdamW(torch.optim.Optimizer):
         pin_gradients: bool = True,
         pin_weights: bool = True,
         use_torch_optimizer: bool = False,
-        step_early: bool = False,
+        step_early: float | bool = False,
         gradients: str | None = None,
         grad_dtype: torch.dtype | None = None,
         state_dtypes: Mapping[str, torch.dtype] | None = None,
@@ -439,8 +440,9 @@ class AdamW(torch.optim.Optimizer):
         self.offload_fraction = plan.asked_fraction
         placements = [b.placement for b in plan.buckets]
         grad_dtypes = landing_dtypes(buckets, {t.name: t.parameter for t in new}, self._grad_dtype)
+        early = stepped_early(buckets, placements, self._step_early)
         pinned = self._pin_gradients, self._pin_weights
-        asked = AllocationRequest(buckets, placements, grad_dtypes, self._sums_on_host, *pinned, self._step_early)
+        asked = AllocationRequest(buckets, placements, grad_dtypes, self._sums_on_host, *pinned, early)
         summed = asked.summed
         states = take_states(backend, asked)
         self._tracked += new

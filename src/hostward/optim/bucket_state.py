@@ -115,13 +115,10 @@ def host_bytes(buckets: Sequence[Bucket], placements: Sequence[Placement], gradi
     return total
 
 
-def twin_bytes(buckets: Sequence[Bucket], placements: Sequence[Placement]) -> int:
-    """Return the host bytes of the second sets of the state of host buckets, padding included."""
-    on_host = [b for b, placement in zip(buckets, placements, strict=True) if placement is Placement.HOST]
-    per_guess = 8 * GUESS_WORDS
-    return sum(
-        b.padded_state_bytes + b.offsets[-1] * b.dtype.itemsize_bytes + 8 * len(b.ranges) + per_guess for b in on_host
-    )
+def twin_bytes(bucket: Bucket) -> int:
+    """Return the host bytes of the second set of a host bucket's state, padding and the record of guesses included."""
+    weights = bucket.offsets[-1] * bucket.dtype.itemsize_bytes
+    return bucket.padded_state_bytes + weights + 8 * (len(bucket.ranges) + GUESS_WORDS)
 
 
 def allocate_states(
@@ -182,13 +179,14 @@ def allocate_states(
 def allocate_twins(
     backend: Backend, states: Sequence[BucketState], taken: list[Buffer], *, pin_weights: bool = True
 ) -> None:
-    """Give every host bucket a second set of its state, zero, also appended to `taken`. Raises MemoryLimitError."""
-    on_host = [state for state in states if state.placement is Placement.HOST]
-    buckets, placements = [state.bucket for state in on_host], [state.placement for state in on_host]
+    """Give these host buckets a second set of their state, zero, also appended to `taken`. Raises MemoryLimitError."""
+    if not states:
+        return
+    buckets, placements = [state.bucket for state in states], [state.placement for state in states]
     twins = allocate_states(backend, buckets, placements, taken, pin_weights=pin_weights)
-    guesses = backend.allocate(Tier.HOST, [GUESS_WORDS] * len(on_host), torch.int64, "step counts") if on_host else []
+    guesses = backend.allocate(Tier.HOST, [GUESS_WORDS] * len(states), torch.int64, "step counts")
     taken.extend(guesses)
-    for state, twin, guess in zip(on_host, twins, guesses, strict=True):
+    for state, twin, guess in zip(states, twins, guesses, strict=True):
         state.twin, state.guess = twin, guess
 
 
@@ -364,7 +362,7 @@ class AllocationRequest:
     """AllocationRequest describes the memory that new buckets need, and what of it is pinned.
 
     It holds the buckets, their placements, the dtypes in which their gradients land on the host, whether gradients are
-    accumulated on the host, whether gradients and weights there are pinned besides streamed state, and whether host
+    accumulated on the host, whether gradients and weights there are pinned besides streamed state, and which host
     buckets have two sets of their state.
     """
 
@@ -374,7 +372,7 @@ class AllocationRequest:
     sums: bool
     pin_gradients: bool
     pin_weights: bool
-    twins: bool = False
+    twins: frozenset[int] = frozenset()
 
     @property
     def summed(self) -> frozenset[int]:
@@ -384,18 +382,19 @@ class AllocationRequest:
     def host_bytes(self) -> int:
         """Return the bytes needed on the host, padding and landing buffers included."""
         found = host_bytes(self.buckets, self.placements, self.gradients) + self._inbox_bytes()
-        return found + (twin_bytes(self.buckets, self.placements) if self.twins else 0)
+        return found + sum(twin_bytes(self.buckets[b]) for b in self.twins)
 
     def locked_bytes(self) -> int:
         """Return how many of the host bytes are pinned."""
         found = self._inbox_bytes() if self.pin_gradients else 0
-        for bucket, placement, gradient in zip(self.buckets, self.placements, self.gradients, strict=True):
+        pairs = zip(self.buckets, self.placements, self.gradients, strict=True)
+        for b, (bucket, placement, gradient) in enumerate(pairs):
             per_element = 0
             if placement is Placement.STREAMED:
                 found += bucket.padded_state_bytes
             elif placement is Placement.HOST:
                 per_element = gradient.itemsize * self.pin_gradients
-                per_element += bucket.dtype.itemsize_bytes * self.pin_weights * (2 if self.twins else 1)
+                per_element += bucket.dtype.itemsize_bytes * self.pin_weights * (2 if b in self.twins else 1)
             found += bucket.offsets[-1] * per_element
         return found
 
@@ -410,7 +409,7 @@ class AllocationRequest:
             placements=placements,
             pin_gradients=self.pin_gradients and not gradients,
             pin_weights=self.pin_weights and not weights,
-            twins=self.twins and not once,
+            twins=frozenset() if once else self.twins,
         )
 
     def smaller(self) -> dict[str, int]:
@@ -440,8 +439,7 @@ def take_states(backend: Backend, asked: AllocationRequest) -> list[BucketState]
     try:
         with explained(backend, asked):
             states = allocate_states(backend, asked.buckets, asked.placements, taken, pin_weights=asked.pin_weights)
-            if asked.twins:
-                allocate_twins(backend, states, taken, pin_weights=asked.pin_weights)
+            allocate_twins(backend, [states[b] for b in sorted(asked.twins)], taken, pin_weights=asked.pin_weights)
             # Landing buffers are allocated now rather than in the first step, where pinning would stall it.
             pairs = zip(states, asked.gradients, strict=True)
             landing = [(s, dtype) for s, dtype in pairs if s.placement is Placement.HOST]
