@@ -1,5 +1,5 @@
-// Makes one AdamW step over the ranges of a task: checks, constants, distribution over threads; in place, or into another
-// set of the state on the guess that it will not clip.
+// Makes one AdamW step over the ranges of a task: checks, constants, distribution over threads; in place, or into
+// another set of the state on the guess that it will not clip.
 #include <cstring>
 
 #include "hostward.h"
@@ -189,11 +189,10 @@ void list_arrays(const Piece& own, const Piece& other, const Sizes& sizes, Array
 }
 
 // Bytes of the first `elements` elements. Only the bytes of blocks are rounded up: others are whole elements.
-int64_t bytes_of(const Array& array, int64_t elements) {
-  return (array.size * elements + kScaled - 1) / kScaled;
-}
+int64_t bytes_of(const Array& array, int64_t elements) { return (array.size * elements + kScaled - 1) / kScaled; }
 
-constexpr int64_t kStaged = 256;  // elements; a multiple of kScaled
+constexpr int64_t kStaged = 256;       // elements; a multiple of kScaled
+constexpr int64_t kStagedAhead = 768;  // elements from those that are staged to those that are prefetched
 
 // One step from one set to the other: over a copy in the caches, which then bypasses them. So each byte is read or
 // written once, and the arithmetic is that of the step in place.
@@ -203,10 +202,11 @@ void step_between(const Kernels& kernels, AdamwFunction function, const Constant
   for (int64_t i = 0; i < length; i += kStaged) {
     const int64_t count = std::min(kStaged, length - i);
     for (int k = 0; k < kArrays; ++k) {
+      if (arrays[k].size == 0) continue;
       const char* const from = arrays[k].from + bytes_of(arrays[k], i);
       std::memcpy(staged[k], from, static_cast<size_t>(bytes_of(arrays[k], count)));
-      const int64_t ahead = bytes_of(arrays[k], kStaged);
-      for (int64_t line = 0; line < ahead; line += 64) __builtin_prefetch(from + ahead + line);
+      const char* const ahead = from + bytes_of(arrays[k], kStagedAhead);
+      for (int64_t line = 0; line < bytes_of(arrays[k], kStaged); line += 64) __builtin_prefetch(ahead + line);
     }
     const auto scale = [&](int k) { return arrays[k].size == 0 ? nullptr : reinterpret_cast<uint8_t*>(staged[k]); };
     function(constants,
@@ -214,7 +214,8 @@ void step_between(const Kernels& kernels, AdamwFunction function, const Constant
               scale(4), scale(5)},
              count);
     for (int k = 0; k < kArrays; ++k) {
-      kernels.stream(arrays[k].into + bytes_of(arrays[k], i), staged[k], bytes_of(arrays[k], count));
+      if (arrays[k].size != 0)
+        kernels.stream(arrays[k].into + bytes_of(arrays[k], i), staged[k], bytes_of(arrays[k], count));
     }
   }
 }
@@ -250,7 +251,9 @@ void fill_other_set(const hostward_adamw_task& task, const Kernels& kernels, Ada
     const Piece own = own_piece(task, sizes, range, from);
     list_arrays(own, other_piece(task, sizes, range, from), sizes, arrays);
     if (skips) {
-      for (const Array& array : arrays) kernels.stream(array.into, array.from, bytes_of(array, length));
+      for (const Array& array : arrays) {
+        if (array.size != 0) kernels.stream(array.into, array.from, bytes_of(array, length));
+      }
     } else {
       step_between(kernels, function, make_constants(task, range, scale), sizes, own, arrays, length);
     }
