@@ -1,7 +1,8 @@
 """Each legal way through the life of a bucket and of a layer's weights; every other transition raises OrderingError.
 
 Seen red: each check of a phase left out in turn; `last_ranges` not kept; streams of returned memory not cleared; a
-guess kept after each of the transitions that end it, made with a part of the gradients, or without being asked for.
+guess kept after each of the transitions that end it, made with a part of the gradients, at the step, or without being
+asked for.
 """
 
 from __future__ import annotations
@@ -165,6 +166,17 @@ def test_a_guess_counts_until_what_it_was_made_of_changes(end: str) -> None:
     assert made.guessed
     ENDS[end](made)
     assert not made.guessed
+
+
+def test_no_guess_is_made_at_the_step() -> None:
+    made = BucketStep(0, Placement.HOST, 2, guesses=True)
+    for late in (True, False):
+        made.late = late
+        made.accept_all(HERE)
+        made.sent()
+        assert made.guessed is not late
+        made.discard()
+        assert not made.late
 
 
 def test_no_guess_is_made_with_a_part_of_the_gradients_or_unless_asked() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from networks import loss_of, make
-from optimizer_cases import NEVER, Model, adamw, assert_equal, mlp, mlp_loss, snapshot
+from optimizer_cases import NEVER, Model, adamw, assert_equal, mlp, mlp_loss, set_gradients, snapshot
 from test_state_formats import BF16, FP8, FP32, Form, dtypes_of
 
 import hostward
@@ -440,6 +440,28 @@ def test_offloaded_weights_are_stepped_after_the_norm() -> None:
     expected = run()
     for order in (EAGER, LATEST):
         assert_equal(run(order, attach=True, step_early=True), expected)
+
+
+def test_gradients_that_come_at_the_step_are_not_guessed_with() -> None:
+    """The caller would wait for the CPU there: the driver lets few host functions that wait for an event be pending."""
+    model, optimizer = made(BF16, (FP32, FP32), offload_fraction=1.0, step_early=True, **HOST)
+    for number in range(3):
+        step(model, optimizer, number, "free")
+    turns = [s.turn for s in optimizer._states]
+    for number in (3, 4, 5):
+        set_gradients(model, number, factor=1e-3)
+        optimizer.step()
+    assert [s.turn for s in optimizer._states] == turns
+    other, expected = made(BF16, (FP32, FP32))
+    for number in range(6):
+        if number < 3:
+            step(other, expected, number, "free")
+        else:
+            set_gradients(other, number, factor=1e-3)
+            expected.step()
+    assert_equal(snapshot(model, optimizer), snapshot(other, expected))
+    step(model, optimizer, 6, "free")
+    assert [s.turn for s in optimizer._states] != turns
 
 
 def test_a_share_of_the_buckets_is_stepped_early_and_the_rest_after_the_norm() -> None:

@@ -73,8 +73,8 @@ class BucketStep:
     """
 
     __slots__ = (
-        "_offloads", "accumulated", "accumulates", "guessed", "guesses", "index", "last_ranges", "on_device",
-        "overlap", "phase", "placement", "ranges", "size", "streams", "summed", "unsent",
+        "_offloads", "accumulated", "accumulates", "guessed", "guesses", "index", "last_ranges", "late",
+        "on_device", "overlap", "phase", "placement", "ranges", "size", "streams", "summed", "unsent",
     )  # fmt: skip
 
     def __init__(
@@ -91,6 +91,8 @@ class BucketStep:
         self.overlap, self.accumulates, self.guesses = overlap, accumulates, guesses
         self.guessed = False
         """A guess of this step was issued, with the gradients and the state that there are now."""
+        self.late = False
+        """Its gradients are sent at the step, so that a guess gains no time."""
         self._offloads = overlap and placement is Placement.HOST
         self.phase = BucketPhase.IDLE
         self.ranges: set[int] = set()
@@ -118,8 +120,8 @@ class BucketStep:
 
     @property
     def can_guess(self) -> bool:
-        """Report whether sending it issues a guess of its step: its gradients are final, and of all ranges."""
-        return self.guesses and len(self.ranges) == self.size
+        """Report whether sending it issues a guess of its step: before the step, and with gradients of all ranges."""
+        return self.guesses and not self.late and len(self.ranges) == self.size
 
     def accept(self, index: int, streams: Set[int]) -> None:
         """Record that a range has a gradient, which is memory of one of these streams."""
@@ -225,7 +227,7 @@ class BucketStep:
 
     def _clear(self) -> None:
         self.ranges, self.unsent, self.accumulated, self.summed = set(), set(), set(), set()
-        self.guessed = False
+        self.guessed = self.late = False
 
     def _illegal(self, what: str, fix: str) -> OrderingError:
         return OrderingError(

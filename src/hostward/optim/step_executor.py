@@ -336,7 +336,7 @@ class StepExecutor:
 
     @serialised
     def offload_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Call `offload_gradient` for each of these gradients, which are all final.
+        """Call `offload_gradient` at the step for each of these gradients, which are all final.
 
         The triggers of buckets whose gradients are all among them come together.
         """
@@ -346,6 +346,8 @@ class StepExecutor:
         self._held.update(gradients)
         there, refill = gradients.__contains__, self._backend.refill
         streams = self._sources(self._backend.compute_key())
+        for bucket in self._buckets:
+            bucket.late = True
         dtypes = {gradient.dtype for gradient in gradients.values()}
         whole: list[BucketStep] = []
         for bucket, names in zip(self._buckets, self._map.names, strict=True):
