@@ -273,13 +273,14 @@ int run_task(const hostward_adamw_task& task) {
   const AdamwFunction function = kernels->adamw[task.grad_dtype][layout][task.exp_avg_dtype][task.exp_avg_sq_dtype];
   const float scale = task.scale != nullptr ? *task.scale : 1.0f;
   if (task.role == HOSTWARD_ROLE_GUESS) {
-    if (skips || scale != 1.0f) return HOSTWARD_OK;
-    fill_other_set(task, *kernels, function, elements, scale, false);
-    *task.guess = {1, scale, *task.hyper};
+    if (task.guess->likely == 0) return HOSTWARD_OK;
+    fill_other_set(task, *kernels, function, elements, 1.0f, false);
+    *task.guess = {1, 1, 1.0f, 0, *task.hyper};
     return HOSTWARD_OK;
   }
   if (task.role == HOSTWARD_ROLE_CONFIRM) {
     if (skips || !was_right(task, scale)) fill_other_set(task, *kernels, function, elements, scale, skips);
+    task.guess->likely = !skips && scale == 1.0f ? 1 : 0;
     return HOSTWARD_OK;
   }
   const Sizes sizes = sizes_of(task);

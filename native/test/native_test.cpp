@@ -77,7 +77,7 @@ State step(int32_t isa, int32_t threads, int32_t moment, bool guessed = false) {
   const hostward_hyper hyper = {1e-3, 0.1, 0.9, 0.95, 1e-8};
   const double bc1[4] = {1.0, 1.0 - 0.9, 1.0 - 0.81, 1.0 - 0.729};
   const double inv_sqrt_bc2[4] = {1.0, 4.47, 3.2, 2.6};
-  const float scale = 0.5f, one = 1.0f;
+  const float scale = 0.5f;
   const int32_t skip = 0;
   int32_t error = 0;
   hostward_guess guess = {};
@@ -109,10 +109,9 @@ State step(int32_t isa, int32_t threads, int32_t moment, bool guessed = false) {
     if (guessed) {
       write_to(&out, &guess, &task);
       task.role = HOSTWARD_ROLE_GUESS;
-      task.scale = &one;
+      guess.likely = 1;
       expect(hostward_adamw_step(&task) == HOSTWARD_OK && guess.made == 1, "guess");
       task.role = HOSTWARD_ROLE_CONFIRM;
-      task.scale = &scale;
     }
     expect(hostward_adamw_step(&task) == HOSTWARD_OK, "step");
   }

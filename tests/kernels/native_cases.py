@@ -281,4 +281,6 @@ def two_sets(case: Case, *, cuts: tuple[int, ...] = (), count: int = 0, shifts: 
             values[:n].view(np.uint8)[:] = 0xA5
             values[values.size // 129 * 128 if values.dtype == np.uint8 else n :] = 0xA5  # scales, after padding
     one = np.ones(1, dtype=np.float32)
-    return TwoSets(own, other, one, np.zeros(1, dtype=np.int32), np.zeros(GUESS_WORDS, dtype=np.int64))
+    guess = np.zeros(GUESS_WORDS, dtype=np.int64)
+    guess.view(np.int32)[1] = 1  # as after a step that did not clip
+    return TwoSets(own, other, one, np.zeros(1, dtype=np.int32), guess)

@@ -112,26 +112,46 @@ def test_a_guess_that_was_right_is_not_made_again() -> None:
     assert not spoiled(sets)
 
 
-@pytest.mark.parametrize(
-    ("scale", "skip"), [(0.5, 0), (1.0, 1), (float("nan"), 0), (np.nextafter(np.float32(1), 0), 0)]
-)
+NEXT_BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
+
+
+@pytest.mark.parametrize(("scale", "skip"), [(0.5, 0), (1.0, 1), (float("nan"), 0), (NEXT_BELOW_ONE, 0)])
 def test_no_guess_is_made_after_a_step_that_clipped_or_was_skipped(scale: float, skip: int) -> None:
     case, sets = make()
-    spoil(sets)
     sets.scale[0], sets.skip[0] = scale, skip
+    sets.run(Role.CONFIRM)
+    spoil(sets)
     sets.run(Role.GUESS)
     assert spoiled(sets)
     sets.scale[0], sets.skip[0] = 1.0, 0
     sets.run(Role.CONFIRM)
     sets.other.assert_equal(case.expected())
+    spoil(sets)
+    sets.run(Role.GUESS)
+    assert not spoiled(sets)
+
+
+def test_no_guess_is_made_before_the_first_step() -> None:
+    _, sets = make()
+    sets.guess[:] = 0
+    spoil(sets)
+    sets.run(Role.GUESS)
+    assert spoiled(sets)
+
+
+def test_a_guess_reads_neither_scale_nor_skip() -> None:
+    case, sets = make()
+    sets.scale[0], sets.skip[0] = 0.5, 1
+    sets.run(Role.GUESS)
+    sets.other.assert_equal(case.expected())
+    assert sets.other.counts.tolist() == [1]
 
 
 def test_a_guess_that_is_not_made_forgets_the_one_before() -> None:
     case, sets = make()
     sets.run(Role.GUESS)
-    sets.skip[0] = 1
+    sets.guess.view(np.int32)[1] = 0
     sets.run(Role.GUESS)
-    sets.skip[0] = 0
     spoil(sets)
     sets.run(Role.CONFIRM)
     sets.other.assert_equal(case.expected())

@@ -395,6 +395,7 @@ def test_a_guess_and_its_confirmation_have_hyper_parameters_of_their_own_and_run
         return Buffer(Tier.HOST, torch.zeros(n, dtype=dtype), "x")
 
     record = buffer(GUESS_WORDS, torch.int64)
+    record.data.view(torch.int32)[1] = 1  # as after a step that did not clip
     weight, count = buffer(2), buffer(1, torch.int64)
     ranges = [replace(r, weight_out=weight, count_out=count) for r in operands.ranges]
     exp_avg, exp_avg_sq = buffer(2), buffer(2)

@@ -159,16 +159,6 @@ def same_order_of_memory(a: Schedule, b: Schedule) -> bool:
     )
 
 
-def test_scalars_are_not_fetched_while_a_guess_of_a_bucket_without_a_gradient_reads_them() -> None:
-    """Its gradient was taken back after the guess."""
-    shape = StepShape((H, H), tuple("ab"), guessed=frozenset((0,)))
-    whole, without = lower(shape), lower(replace(shape, absent=frozenset((0,))))
-    taken_back = [*whole.triggers["gradient/0"], *whole.triggers["release/0"]]
-    assert races(in_a_row([whole.ops, [*taken_back, *without.ops], whole.ops])) == []
-    broken = without.without_wait("fetch", "guessed")
-    assert {r.operand for r in races(in_a_row([whole.ops, [*taken_back, *broken.ops]]))} == {"scalars.host"}
-
-
 def test_a_wait_for_the_turn_before_stands_for_the_newest_issue() -> None:
     read = Op("read/0", Kind.COPY, Lane.H2D, reads=("state/0",), prior=("written",))
     write = Op("write/0", Kind.COPY, Lane.D2H, writes=("state/0",), waits=("read/0",))

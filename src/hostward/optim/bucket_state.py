@@ -11,7 +11,7 @@ Host buckets also hold
                           main weight itself
     gradient              landing buffer of this step's gradient, or float32, its sum over the microbatches
 and, where their step is guessed, a second set of all of these but the gradient, and
-    guess                 int64 [6], record of the guess
+    guess                 int64 [7], record of the guess
 """
 
 from __future__ import annotations

@@ -43,6 +43,7 @@ def host_task(
     ]
     split, plain = operands.kind is MasterKind.SPLIT, operands.kind is MasterKind.PLAIN
     low, second, other = None if operands.low is None else operands.low.data, operands.second, None
+    role = Role.STEP if second is None else second.role
     if second is not None:
         low_out = None if second.low is None else second.low.data
         other = OtherSet(
@@ -60,11 +61,11 @@ def host_task(
         master=low if plain else None,
         hyper=operands.constants.hyper.as_array() if hyper is None else hyper,
         tables=operands.constants.tables,
-        scale=scalars.scale.data,
-        skip=scalars.skip.data,
+        scale=None if role is Role.GUESS else scalars.scale.data,
+        skip=None if role is Role.GUESS else scalars.skip.data,
         error=error,
         threads=threads,
-        role=Role.STEP if second is None else second.role,
+        role=role,
         other=other,
     )
 

@@ -126,7 +126,7 @@ class BoundRange:
 class SecondSet:
     """Holds a second set of a host bucket's state, of the dtypes and lengths of the first, which the step writes.
 
-    `guess` is int64 [6], the record of what was guessed; `role` says whether the step is guessed or confirmed.
+    `guess` is int64 [7], the record of what was guessed; `role` says whether the step is guessed or confirmed.
     """
 
     exp_avg: Buffer

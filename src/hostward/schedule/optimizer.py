@@ -7,7 +7,7 @@
     release/b    release/b  (gradient freed)
     stage/k      acquire/k  (staging buffer)    h2d: read/b of the first streamed buckets
     step         norm, step/b (device buckets)  host: sums/b; h2d: lift/b (buckets that are accumulated on the host);
-                                                host: guessed; d2h: fetch; host: step/b; h2d: upload/b;
+                                                d2h: fetch; host: step/b; h2d: upload/b;
                                                 h2d: read/b; update: step/b; d2h: write/b
     unstage/k    unstage/k  (buffer freed)
     upload/L                                    h2d: upload/b, where weights of a layer before L are prefetched
@@ -33,8 +33,7 @@ microbatch of a step, and a wait means the newest issue of the operation that it
 
 The CPU optimizer step of a bucket in `guessed` is made when its gradients have landed, on the guess that the norm will
 not clip: `guess/b` writes a second set of the state, and the step itself confirms that or makes it anew. `state/b` and
-`source/b` name both sets. `guess/b` reads the scalars of the step before, so `fetch` waits until all guesses are made
-(`guessed`), also of buckets that turn out to have no gradient.
+`source/b` name both sets. What a guess needs to know of the step before is recorded with the state.
 """
 
 from __future__ import annotations
@@ -244,8 +243,8 @@ def _download(b: int) -> Op:
 
 
 def _guess(b: int) -> Op:
-    reads, writes = (f"landing/{b}", HOST_SCALARS), (f"state/{b}", f"source/{b}")
-    return Op(f"guess/{b}", Kind.GUESS, Lane.HOST, grad_ready_trigger(b), b, reads, writes, (f"download/{b}",))
+    trigger, writes = grad_ready_trigger(b), (f"state/{b}", f"source/{b}")
+    return Op(f"guess/{b}", Kind.GUESS, Lane.HOST, trigger, b, (f"landing/{b}",), writes, (f"download/{b}",))
 
 
 def _accumulate(landing_buffers: Mapping[int, int], absent: frozenset[int], b: int) -> list[Op]:
@@ -311,9 +310,8 @@ def _step(shape: StepShape, present: Sequence[int]) -> list[Op]:
     lifted = tuple(f"lift/{b}" for b in accumulated[-1:])
     ops.append(Op("norm", Kind.NORM, Lane.COMPUTE, STEP, None, partials, (DEVICE_SCALARS,), lifted))
     if _of(shape, present, Placement.HOST):
-        waits = ("norm", "guessed") if shape.guessed else ("norm",)
-        ops += [Op("guessed", Kind.JOIN, Lane.HOST, STEP)] if shape.guessed else []
-        ops.append(Op("fetch", Kind.COPY, Lane.D2H, STEP, None, (DEVICE_SCALARS,), (HOST_SCALARS,), waits))
+        fetch = Op("fetch", Kind.COPY, Lane.D2H, STEP, None, (DEVICE_SCALARS,), (HOST_SCALARS,), ("norm",))
+        ops.append(fetch)
     streamed = [b for b, p in enumerate(shape.placements) if p is Placement.STREAMED]
     next_read = iter(streamed[len(shape.read_early) :])
     on_host: list[int] = []

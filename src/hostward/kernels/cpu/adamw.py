@@ -56,13 +56,13 @@ class Role(IntEnum):
     GUESS = 1
     """It steps from its own set to the other, on the guess that the step does not clip, and records that.
 
-    `scale` and `skip` are those of the step before: nothing is done if that one clipped or was skipped.
+    `scale` and `skip` are not read. Nothing is done if the last step that was confirmed clipped or was skipped.
     """
     CONFIRM = 2
     """It is the step of a guess: it does nothing if the guess was right, and else writes the other set anew."""
 
 
-GUESS_WORDS = 6
+GUESS_WORDS = 7
 """Length of the record of a guess, int64 (hostward_guess)."""
 
 
@@ -70,7 +70,7 @@ GUESS_WORDS = 6
 class OtherSet:
     """Hold a second set of the state, of the dtypes and lengths of a task's own.
 
-    `guess` is the record of the guess, int64 [6]. Weights and counts of the other set are in the ranges.
+    `guess` is the record of the guess, int64 [7]. Weights and counts of the other set are in the ranges.
     """
 
     exp_avg: Memory

@@ -22,7 +22,7 @@ import torch
 from hostward.errors import OrderingError
 from hostward.kernels import reference
 from hostward.kernels.cpu.accumulate import accumulate
-from hostward.kernels.cpu.adamw import AdamWTask, adamw_step
+from hostward.kernels.cpu.adamw import AdamWTask, Role, adamw_step
 from hostward.kernels.cpu.norm import norm_partials
 from hostward.runtime.backend import (
     AdamWOperands,
@@ -283,8 +283,9 @@ class SimulatedBackend(Backend):
         done: Event | None = None,
     ) -> Work:
         tier = Tier.HOST if lane is Lane.HOST else Tier.DEVICE
-        left = operands.left()
-        reads, writes = [*operands.read(), scalars.scale, scalars.skip], [*operands.written(), *left]
+        left, guesses = operands.left(), operands.second is not None and operands.second.role is Role.GUESS
+        reads = [*operands.read(), *(() if guesses else (scalars.scale, scalars.skip))]
+        writes = [*operands.written(), *left]
         require_tier([*reads, *writes, scalars.norm], tier, name)
         made: tuple[AdamWTask, Hyper, object] | None = None
 
