@@ -442,6 +442,15 @@ def test_offloaded_weights_are_stepped_after_the_norm() -> None:
         assert_equal(run(order, attach=True, step_early=True), expected)
 
 
+def test_a_bucket_of_which_one_weight_is_offloaded_is_not_guessed() -> None:
+    _, optimizer = made(BF16, (FP32, FP32), offload_fraction=1.0, step_early=True, **HOST)
+    names = [{r.name for r in s.bucket.ranges} for s in optimizer._states]
+    fetched = next(iter(next(held for held in names if len(held) > 1)))
+    optimizer._executor.offload_weights([fetched], None)
+    guessed = {op.bucket for op in optimizer.schedule.ops if op.name.startswith("guess/")}
+    assert guessed == {b for b, held in enumerate(names) if fetched not in held}
+
+
 def test_gradients_that_come_at_the_step_are_not_guessed_with() -> None:
     """The caller would wait for the CPU there: the driver lets few host functions that wait for an event be pending."""
     model, optimizer = made(BF16, (FP32, FP32), offload_fraction=1.0, step_early=True, **HOST)

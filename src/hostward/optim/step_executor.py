@@ -200,7 +200,9 @@ class StepExecutor:
         """Lower the schedule anew, because staging buffers, or who brings weights, have changed. Nothing is pending."""
         slots = self._slots
         prefetched = frozenset(b for b, names in enumerate(self._map.names) if set(names) <= self.fetched)
-        guessed = frozenset(b for b, s in enumerate(self._states) if s.twin is not None and b not in prefetched)
+        # Who brings a weight keeps to the host copy that it has found, so the sets of its bucket are not exchanged.
+        stays = [self.fetched.isdisjoint(names) for names in self._map.names]
+        guessed = frozenset(b for b, s in enumerate(self._states) if s.twin is not None and stays[b])
         shape = StepShape(
             tuple(s.placement for s in self._states),
             self._layer_of_bucket,
