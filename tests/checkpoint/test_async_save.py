@@ -86,11 +86,17 @@ def test_nothing_is_torn(tmp_path: Path, mix: str, dtype: str, order: str) -> No
         saved_beside_training(tmp_path / mode, mode, mix, dtype, order)
 
 
-def saved_beside_training(tmp_path: Path, mode: api.Mode, mix: str, dtype: str, order: str) -> None:
+@pytest.mark.usefixtures("slow_reads")
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_is_torn_by_steps_that_are_guessed_in_backward(tmp_path: Path, mode: api.Mode) -> None:
+    saved_beside_training(tmp_path, mode, "host", "bf16", "eager", step_early=True, max_grad_norm=None)
+
+
+def saved_beside_training(tmp_path: Path, mode: api.Mode, mix: str, dtype: str, order: str, **options: object) -> None:
     ends = []
     expected: dict[str, torch.Tensor] = {}
     for saves in (False, True):
-        model, optimizer = make(mix, DTYPES[dtype], ORDERS[order])
+        model, optimizer = make(mix, DTYPES[dtype], ORDERS[order], **options)
         saver = api.Saver(tmp_path, mode=mode)
         for number in range(5):
             if number == 2 and saves:
