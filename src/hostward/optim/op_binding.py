@@ -118,21 +118,23 @@ class Bindings:
         bucket = self._buckets[b]
         if which is Which.ALL:
             return bucket.ranges or bucket.last_ranges
-        if which is Which.STEPPED or which is Which.GUESSED:
-            guessed = bucket.guessed if which is Which.STEPPED else bucket.can_guess
-            ranges = bucket.ranges or bucket.last_ranges
-            if self._states[b].twin is None:
-                return ranges
-            return Stepping(ranges if guessed or which is Which.STEPPED else _NO_RANGES, self._states[b].turn, guessed)
+        if which is Which.STEPPED:
+            return Stepping(bucket.ranges or bucket.last_ranges, self._states[b].turn, bucket.guessed)
+        if which is Which.GUESSED:
+            return Stepping(bucket.ranges if bucket.can_guess else _NO_RANGES, self._states[b].turn, True)
         if which is Which.UNSENT:
             return bucket.unsent
         if which is Which.ADDED:
             return Addition(bucket.unsent - bucket.accumulated, bucket.unsent & bucket.accumulated, last)
         return bucket.accumulated - bucket.summed
 
+    def _which(self, op: Op, b: int) -> Which:
+        found = which(op)
+        return Which.ALL if found is Which.STEPPED and self._states[b].twin is None else found
+
     def _gather(self, triggers: tuple[str, ...], schedule: Mapping[str, tuple[Op, ...]], *, last: bool) -> PointWorks:
         ops_here = [op for trigger in triggers for op in schedule.get(trigger, ()) if op.kind is not Kind.MODEL]
-        asks = {op: (op.bucket, which(op)) for op in ops_here if op.bucket is not None}
+        asks = {op: (op.bucket, self._which(op, op.bucket)) for op in ops_here if op.bucket is not None}
         # The requested sets go on to change; an answer that is kept must not.
         answers = {ask: _frozen(self._choice(*ask, last)) for ask in asks.values()}
         before: list[Work] = []

@@ -26,7 +26,7 @@ class Which(Enum):
     ADDED = auto()
     """Ranges whose gradient is being accumulated on the host: an `Addition`."""
     STEPPED = auto()
-    """Ranges of ALL and, where the bucket has two sets of its state, a `Stepping`."""
+    """Ranges of ALL as a `Stepping`, for a bucket that has two sets of its state."""
     GUESSED = auto()
     """All ranges, as a `Stepping`, if the step of the bucket can be guessed; else none."""
     WITHOUT_SUMS = auto()
