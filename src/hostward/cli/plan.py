@@ -214,42 +214,40 @@ class Flags:
     def fixed(self, fix: Fix) -> Flags:
         """Return the flags with the fix of a plan that does not fit."""
         from hostward.core.units import size_option
-        from hostward.trainer.plan_request import forces
 
-        given: dict[str, Any] = {
-            name: size_option(nbytes)
-            for name, nbytes in (
-                ("device_memory", fix.device_bytes),
-                ("host_memory", fix.host_bytes),
-                ("pinned_memory", fix.pinned_bytes),
-            )
-            if nbytes is not None
-        }
+        sizes = {"device": fix.device_bytes, "host": fix.host_bytes, "pinned": fix.pinned_bytes}
+        given: dict[str, Any] = {f"{name}_memory": size_option(size) for name, size in sizes.items() if size}
         given |= {"gpus": str(fix.gpus)} if fix.gpus else {}
         given |= {"no_pin": True} if fix.unpinned else {}
-        words = self.words
-        if fix.unforced:
-            given |= {"place": (), "keep": (), "weights": None}
-            words = tuple(word for word in words if not forces(word.partition("=")[0]))
-        if self.config is not None:
-            size = fix.microbatch_sequences
-            given |= {"sequence": fix.sequence_tokens} if fix.sequence_tokens else {}
-            # Without --batch a step has one microbatch of each GPU, so another size of them has to leave it as it is.
-            given |= (
-                {"micro_batch": size, "batch": self.batch or self.counts()[0] * (self.micro_batch or 1)} if size else {}
-            )
-            given |= {"batch": fix.step_sequences} if fix.step_sequences and self.batch else {}
-            given |= {"reshard": True} if fix.resharded else {}
-            return replace(self, **given)
-        for option, value in (
-            ("model.seq_length", fix.sequence_tokens),
-            ("train.global_batch_size", fix.step_sequences),
-            ("train.micro_batch_size", fix.microbatch_sequences),
-            ("ddp.data_parallel_sharding_strategy", "optim_grads_params" if fix.resharded else None),
-        ):
-            if value is not None:
-                words = (*(word for word in words if word.partition("=")[0] != option), f"{option}={value}")
-        return replace(self, words=words, **given)
+        given |= {"place": (), "keep": (), "weights": None} if fix.unforced else {}
+        if self.config is None:
+            return replace(self, words=self._fixed_words(fix), **given)
+        batch = fix.step_sequences if self.batch else None
+        if fix.microbatch_sequences:  # without --batch a step has one microbatch of each GPU, but it stays as it is
+            batch = self.batch or self.counts()[0] * (self.micro_batch or 1)
+        sequence, micro_batch = fix.sequence_tokens, fix.microbatch_sequences
+        changed: dict[str, Any] = {
+            "sequence": sequence,
+            "batch": batch,
+            "micro_batch": micro_batch,
+            "reshard": fix.resharded,
+        }
+        return replace(self, **given, **{name: value for name, value in changed.items() if value})
+
+    def _fixed_words(self, fix: Fix) -> tuple[str, ...]:
+        """Return the options of the recipe with the fix."""
+        from hostward.trainer.plan_request import forces
+
+        changed = {
+            "model.seq_length": fix.sequence_tokens,
+            "train.global_batch_size": fix.step_sequences,
+            "train.micro_batch_size": fix.microbatch_sequences,
+            "ddp.data_parallel_sharding_strategy": "optim_grads_params" if fix.resharded else None,
+        }
+        changed = {option: value for option, value in changed.items() if value}
+        names = {word: word.partition("=")[0] for word in self.words}
+        kept = (w for w, name in names.items() if name not in changed and not (fix.unforced and forces(name)))
+        return (*kept, *(f"{option}={value}" for option, value in changed.items()))
 
     def command(self, written: Mapping[str, Path | None]) -> str:
         """Return the command line that asks for this.
@@ -302,10 +300,9 @@ class Flags:
                 whole, workload = (replace(w, pin_gradients=False, pin_weights=False) for w in (whole, workload))
             forced = forced_by_hand(workload, forced, chosen)
             budgets = replace(budgets, phases=phases)
-            return Question(workload, machine, count, budgets, forced, whole, lambda fix: changed(count, fix))
-
-        def changed(count: int, fix: Fix) -> Question:
-            return self.of(count).fixed(fix).asked()(count)
+            # Of several GPUs with all parameters each no plan is made.
+            more = whole if self.config is not None or options.ddp.use_distributed_optimizer else None
+            return Question(workload, machine, count, budgets, forced, more)
 
         return question
 
@@ -410,7 +407,7 @@ def _answer(plot: Path | None, json_file: Path | None, chosen_by_hand: bool, que
         if chosen_by_hand:
             _warn_unsupported(made, json_file)
     elif json_file is not None:
-        typer.echo(f"{json_file} is not written: no plan fits", err=True)
+        typer.echo(f"{'--json' if json_file == STDOUT else json_file} is not written: no plan fits", err=True)
     return found
 
 
@@ -461,7 +458,7 @@ def _of_file(
 ) -> tuple[Workload, Workload, Forced, tuple[str, ...]]:
     """Return what `_of_recipe` does, of a config.json."""
     from hostward.plan.memory_model import EVALUATION, RESUME, SAVE, TRAINING
-    from hostward.plan.rank_partition import sharded
+    from hostward.plan.rank_partition import UndividedError, sharded
     from hostward.plan.solver import Forced
     from hostward.trainer.workload import config_workload, usual_folder
 
@@ -478,8 +475,13 @@ def _of_file(
         microbatches=total // size,
         folder=usual_folder(),
     )
+    try:
+        part = sharded(workload, gpus, resharded=resharded)
+    except UndividedError as error:
+        fix = f"--batch {gpus * size}, or another multiple of it"
+        raise UndividedError(error.what, why=error.why, fix=fix) from error
     # Who trains a model saves it, may have to resume, and evaluates it.
-    return workload, sharded(workload, gpus, resharded=resharded), Forced(), (*TRAINING, SAVE, RESUME, EVALUATION)
+    return workload, part, Forced(), (*TRAINING, SAVE, RESUME, EVALUATION)
 
 
 def _hardware(text: str | None) -> Hardware:

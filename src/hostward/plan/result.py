@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from hostward.core.placement import Placement
-from hostward.core.units import GIB, size, size_option
+from hostward.core.units import GIB, size, size_bytes, size_option
 from hostward.plan.budgets import Budgets, Required, needed
 from hostward.plan.cost_model import Speeds, speeds_of
 from hostward.plan.decisions import LEAVES, Choice, Keep
 from hostward.plan.hardware_profile import PROFILES, Hardware, profile
 from hostward.plan.memory_model import Needs
-from hostward.plan.rank_partition import required_of, sharded
+from hostward.plan.rank_partition import UndividedError, required_of, sharded
 from hostward.plan.search import Candidate, Frontier
 from hostward.plan.solver import LAST_STAY, Forced
 from hostward.plan.step_time import explain
@@ -71,8 +71,6 @@ class Question:
 
     Its `reduced_in_fp32` is that of several GPUs.
     """
-    changed: Callable[[Fix], Question] | None = field(default=None, repr=False, compare=False)
-    """Function that asks anew for other lengths and sizes of microbatches; None: they are computed from `workload`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,12 +179,15 @@ def _fixes(question: Question, frontier: Frontier, known: Sequence[Candidate], r
     """
     found, speeds = list[Fix](), frontier.costs.speeds
     over = question.budgets.over(frontier.nearest(question.budgets).needs)
-    if _fits_unpinned(question, frontier, required):
+    unpinned = replace(question.workload, pin_gradients=False, pin_weights=False)
+    limited = question.budgets.pinned_bytes is not None and question.workload != unpinned
+    if limited and _fits(replace(question, workload=unpinned), speeds):
         found.append(Fix("gradients and weights not pinned, whose copies then take longer", unpinned=True))
     if question.forced != Forced():
         fix = Fix("the planner's own choice of what is offloaded and recomputed", unforced=True)
-        free = question.changed(fix) if question.changed else replace(question, forced=Forced())
-        found += [fix] if _fits(free, speeds) else []
+        # Options that pin less go with those that offload.
+        pinned = replace(question.workload, pin_gradients=True, pin_weights=True)
+        found += [fix] if _fits(replace(question, workload=pinned, forced=Forced()), speeds) else []
     if question.workload.ranks > 1 and not question.workload.resharded:
         tried = replace(question.workload, resharded=True)
         if _fits(replace(question, workload=tried), speeds):
@@ -199,8 +200,8 @@ def _fixes(question: Question, frontier: Frontier, known: Sequence[Candidate], r
     if not any(raised):
         nearest = needed(frontier.nearest(question.budgets).needs, question.budgets.phases)
         raised = [_limits(question, {name: nearest[name] for name in over})]
-    more = _more_gpus(question)
-    return [*found, *filter(None, raised), *([more] if more else [])]
+    # What no GPU has comes last.
+    return sorted(filter(None, [*found, *raised, _more_gpus(question)]), key=_is_beyond)
 
 
 def _fits(question: Question, speeds: Speeds) -> bool:
@@ -223,22 +224,21 @@ def _limits(question: Question, limits: Mapping[str, int]) -> Fix:
         each = " on each GPU" if name == "device" and question.gpus > 1 else ""
         totals[name] = nbytes * of
         before = question.budgets.limits[name] * of
-        none = " (no GPU of a shipped profile has it)" if name == "device" and nbytes > _most_device_bytes() else ""
-        words.append(f"{_spaced(nbytes * of)} of {name} memory{each} instead of {size(before)}{none}")
+        words.append(f"{_as_asked(nbytes * of)} of {name} memory{each} instead of {size(before)}")
     device, host, pinned = (totals.get(name) for name in ("device", "host", "pinned"))
-    return Fix(" and ".join(words), device_bytes=device, host_bytes=host, pinned_bytes=pinned)
+    fix = Fix(" and ".join(words), device_bytes=device, host_bytes=host, pinned_bytes=pinned)
+    return replace(fix, what=f"{fix.what} (no GPU of a shipped profile has it)") if _is_beyond(fix) else fix
 
 
-def _most_device_bytes() -> int:
-    """Return the memory of the largest GPU of the shipped profiles, less a reserve."""
+def _is_beyond(fix: Fix) -> bool:
+    """Return whether the fix takes more device memory than any GPU of the shipped profiles has, less a reserve."""
     gpus = [gpu for name in PROFILES if (gpu := profile(name).gpu)]
-    return max(device_budget(gpu.memory_bytes, 1) for gpu in gpus)
+    return (fix.device_bytes or 0) > max(device_budget(gpu.memory_bytes, 1) for gpu in gpus)
 
 
-def _spaced(nbytes: int) -> str:
-    """Return the size that an option is given, with a space before its unit."""
-    text = size_option(nbytes)
-    return f"{text[:-3]} {text[-3:]}"
+def _as_asked(nbytes: int) -> str:
+    """Format the size that an option is given, which is rounded up, for people."""
+    return size(size_bytes(size_option(nbytes), ""))
 
 
 def _more_gpus(question: Question) -> Fix | None:
@@ -254,8 +254,9 @@ def _more_gpus(question: Question) -> Fix | None:
         budgets = replace(budgets, device_bytes=default_budgets(hardware, 2).device_bytes)
 
     def fits(ranks: int, microbatches: int, *, resharded: bool) -> bool:
-        several = replace(whole, microbatches=microbatches)
-        tried = sharded(several, ranks, reduced_in_fp32=whole.reduced_in_fp32, resharded=resharded)
+        tried = _among(whole, ranks, microbatches, resharded=resharded)
+        if tried is None:
+            return False
         required, speeds = required_of(tried), speeds_of(hardware, ranks)
         return _may_fit(tried, budgets, required) and Frontier(tried, speeds, required, forced).fits_at_last(budgets)
 
@@ -265,25 +266,37 @@ def _more_gpus(question: Question) -> Fix | None:
         kept = whole.microbatches % ranks == 0
         microbatches = whole.microbatches if kept else asked.microbatches * ranks
         for resharded in sorted({asked.resharded, True}):
-            if not fits(ranks, microbatches, resharded=resharded):
-                continue
-            host, pinned = (
-                None if each is None else each * ranks for each in (budgets.host_bytes, budgets.pinned_bytes)
-            )
-            step = None if kept else microbatches * asked.microbatch_sequences
-            parts = [f"{ranks} GPUs, as in {1 << doublings} machines like this one (links between them are not timed)"]
-            parts += [f"{_spaced(host)} of host memory in all"] if host is not None else []
-            parts += ["layers resharded after forward"] if resharded and not asked.resharded else []
-            parts += [f"a step of {step} sequences"] if step else []
-            return Fix(
-                ", ".join(parts),
-                host_bytes=host,
-                pinned_bytes=pinned,
-                gpus=ranks,
-                step_sequences=step,
-                resharded=resharded,
-            )
+            if fits(ranks, microbatches, resharded=resharded):
+                step = None if kept else microbatches * asked.microbatch_sequences
+                return _machines(question, ranks, step, resharded=resharded and not asked.resharded)
     return None
+
+
+def _among(whole: Workload, ranks: int, microbatches: int, *, resharded: bool) -> Workload | None:
+    """Return a rank's part with a step of so many microbatches in all; None where it cannot be divided."""
+    several = replace(whole, microbatches=microbatches)
+    try:
+        return sharded(several, ranks, reduced_in_fp32=whole.reduced_in_fp32, resharded=resharded)
+    except UndividedError:
+        return None
+
+
+def _machines(question: Question, ranks: int, step_sequences: int | None, *, resharded: bool) -> Fix:
+    """Return the fix of as many GPUs in machines like this one, with what else has to change."""
+    limits, count = question.budgets.limits, ranks // question.gpus
+    host, pinned = (limits[name] * ranks if name in limits else None for name in ("host", "pinned"))
+    parts = [f"{ranks} GPUs, as in {count} machines like this one (for memory: seconds are predicted for one machine)"]
+    parts += [f"{_as_asked(host)} of host memory in all"] if host is not None else []
+    parts += ["layers resharded after forward"] if resharded else []
+    parts += [f"a step of {_sequences(step_sequences)}"] if step_sequences else []
+    return Fix(
+        ", ".join(parts),
+        host_bytes=host,
+        pinned_bytes=pinned,
+        gpus=ranks,
+        step_sequences=step_sequences,
+        resharded=resharded,
+    )
 
 
 def more_gpus_in_vain(found: Answer) -> str:
@@ -292,8 +305,9 @@ def more_gpus_in_vain(found: Answer) -> str:
     if found.chosen is not None or whole is None or any(fix.gpus for fix in found.fixes):
         return ""
     ranks = question.gpus << 2
-    several = replace(whole, microbatches=ranks)
-    tried = sharded(several, ranks, reduced_in_fp32=whole.reduced_in_fp32, resharded=True)
+    tried = _among(whole, ranks, ranks, resharded=True)
+    if tried is None:
+        return ""
     needs = _least_device(tried, required_of(tried))
     if "device" not in question.budgets.over(needs):
         return ""
@@ -330,9 +344,8 @@ def _smaller_microbatch(question: Question, speeds: Speeds, required: Required) 
     while sequences > 1:
         sequences = next(n for n in range(sequences // 2, 0, -1) if in_step % n == 0)
         tried = replace(question.workload, microbatch_sequences=sequences, microbatches=in_step // sequences)
-        fix = Fix(f"microbatches of {_sequences(sequences)}", microbatch_sequences=sequences)
-        if _fits_changed(question, tried, fix, speeds, required):
-            return fix
+        if _fits_so(question, tried, speeds, required):
+            return Fix(f"microbatches of {_sequences(sequences)}", microbatch_sequences=sequences)
     return None
 
 
@@ -340,37 +353,31 @@ def _shorter(question: Question, speeds: Speeds, required: Required) -> Fix | No
     """Propose the longest of half, a quarter, ... of a sequence that fits, as many of them in a step."""
     asked = question.workload
     workload = replace(asked, microbatch_sequences=1, microbatches=asked.microbatch_sequences * asked.microbatches)
+
+    def fits(tokens: int) -> bool:
+        return _fits_so(question, replace(workload, sequence_tokens=tokens), speeds, required)
+
     halves = [asked.sequence_tokens >> n for n in range(1, asked.sequence_tokens.bit_length())]
-    tried = [replace(workload, sequence_tokens=tokens) for tokens in halves if tokens >= _FEWEST_TOKENS]
-    # The shortest first: where weights alone exceed the memory no length fits.
-    if not tried or not _may_fit(tried[-1], question.budgets, required):
+    lengths = [tokens for tokens in halves if tokens >= _FEWEST_TOKENS]
+    if not lengths or not fits(lengths[-1]):  # the shortest first: where weights alone exceed the memory no length fits
         return None
-    for each in tried:
-        one = "" if asked.microbatch_sequences == 1 else ", one in a microbatch"
-        what = f"sequences of {each.sequence_tokens:,} tokens{one}"
-        fix = Fix(what, microbatch_sequences=1, sequence_tokens=each.sequence_tokens)
-        if _fits_changed(question, each, fix, speeds, required):
-            return fix
-    return None
+    tokens = next(filter(fits, lengths[:-1]), lengths[-1])
+    if asked.microbatch_sequences == 1:
+        return Fix(f"sequences of {tokens:,} tokens", sequence_tokens=tokens)
+    what = f"sequences of {tokens:,} tokens, one in a microbatch"
+    return Fix(what, sequence_tokens=tokens, microbatch_sequences=1)
 
 
 def _sequences(count: int) -> str:
     return f"{count} sequence{'' if count == 1 else 's'}"
 
 
-def _fits_changed(question: Question, tried: Workload, fix: Fix, speeds: Speeds, required: Required) -> bool:
-    """Return whether the question fits after the fix: first of the workload that is computed, then of one traced."""
-    if not _may_fit(tried, question.budgets, required) or not _fits(replace(question, workload=tried), speeds):
-        return False
-    return question.changed is None or _fits(question.changed(fix), speeds)
+def _fits_so(question: Question, tried: Workload, speeds: Speeds, required: Required) -> bool:
+    """Return whether the question fits with this workload.
 
-
-def _fits_unpinned(question: Question, frontier: Frontier, required: Required) -> bool:
-    """Return whether only pinned gradients and weights exceed the budgets."""
-    budgets, workload = question.budgets, question.workload
-    unpinned = replace(workload, pin_gradients=False, pin_weights=False)
-    near = [c.choice for c in frontier.candidates if set(budgets.over(c.needs)) == {"pinned"}]
-    return workload != unpinned and any(not budgets.over(required(unpinned, choice)) for choice in near)
+    Sizes of a shorter sequence or a smaller microbatch are those of the traced one in proportion: never too small.
+    """
+    return _may_fit(tried, question.budgets, required) and _fits(replace(question, workload=tried), speeds)
 
 
 def _without(budgets: Budgets, name: str) -> Budgets:
