@@ -41,7 +41,7 @@ def render(found: Answer, command: Callable[[Fix], str] | None = None) -> str:
     units = units_of(shown.needs, shown.prediction.step_s)
     blocks = [_title(found), verdict(found)]
     if found.chosen is None:
-        short = short_of(shown.needs, question.budgets, units, question.gpus)
+        short = short_of(shown.needs, question.budgets, question.gpus)
         blocks[-1] += f"\nThe nearest plan is short of {short}."
         blocks += [_fixes(found, command), "The nearest plan:"]
     table = by_phase(shown.needs, question.budgets, units, question.gpus)
@@ -55,7 +55,7 @@ def render(found: Answer, command: Callable[[Fix], str] | None = None) -> str:
 
 def _fixes(found: Answer, command: Callable[[Fix], str] | None) -> str:
     """Render what would make the run fit, each with its command line."""
-    lines = ["Any one of these alone makes it fit:" if found.fixes[1:] else "This makes it fit:"]
+    lines = ["Any one of these alone makes it fit:" if found.fixes[1:] else "Only this makes it fit:"]
     for fix in found.fixes:
         lines.append(f"  {fix.what}{':' if command else ''}")
         lines += [f"    {command(fix)}"] if command else []
@@ -283,7 +283,7 @@ def compared(
                 f"{workload.step_tokens * gpus / step_s:,.0f}",
             ]
         )
-        short = short_of(shown.needs, found.question.budgets, units, gpus)
+        short = short_of(shown.needs, found.question.budgets, gpus)
         names.append(f"does not fit: short of {short}" if found.chosen is None else label(workload, shown.choice))
     recipe, hardware = first.question.workload.name, first.question.hardware
     gpu = hardware.gpu.name if hardware.gpu else "no GPU"
@@ -322,7 +322,7 @@ def beside(found: Answer, others: Sequence[tuple[str, Answer]]) -> str:
         sizes = units.size(most["device"]), units.size(most["host"] * question.gpus)
         rows.append([text, units.seconds(shown.prediction.step_s), more, *sizes])
         if each.chosen is None:
-            names.append(f"no; short of {short_of(shown.needs, question.budgets, units, question.gpus)}")
+            names.append(f"no; short of {short_of(shown.needs, question.budgets, question.gpus)}")
         else:
             limit = nearest(shown.needs, question.budgets)
             names.append(f"yes; nearest to its limit: {limit}" if limit else "yes; there are no limits")

@@ -162,11 +162,11 @@ def verdict(found: Answer) -> str:
         if found.offloads:  # chosen by hand, or by options
             return f"It fits with what was asked for{there}: offloading more will not help, it only takes time."
         peak = size(base.needs.device_peak_bytes)
-        return f"Everything fits on the device ({peak} at the peak): offloading will not help, it only takes time."
+        return f"It fits on the device ({peak} at the peak): offloading will not help, it only takes time."
     if not found.offloads:
-        return "Nothing needs to be offloaded: saved tensors are recomputed in backward instead."
+        return "It fits without offloading: saved tensors are recomputed in backward instead."
     if found.chosen.prediction.exposed_s > found.chosen.prediction.compute_s:
-        idle = "the GPU is idle for longer than it computes: a larger batch or more GPUs will help more"
+        idle = "the GPU is idle for longer than it computes: more GPUs, or more memory of each, will help more"
         return f"It fits{there}, but {idle}."
     return f"It fits with offloading{there}."
 
@@ -304,13 +304,15 @@ def more_gpus_in_vain(found: Answer) -> str:
     question, whole = found.question, found.question.whole
     if found.chosen is not None or whole is None or any(fix.gpus for fix in found.fixes):
         return ""
-    ranks = question.gpus << 2
-    tried = _among(whole, ranks, ranks, resharded=True)
-    if tried is None:
+    ways = question.gpus << 2, question.gpus << _MOST_DOUBLINGS
+    among = {ranks: tried for ranks in ways if (tried := _among(whole, ranks, ranks, resharded=True))}
+    if not among:
         return ""
-    needs = _least_device(tried, required_of(tried))
+    least = {ranks: _least_device(tried, required_of(tried)) for ranks, tried in among.items()}
+    ranks, needs = min(least.items(), key=lambda pair: pair[1].device_peak_bytes)
     if "device" not in question.budgets.over(needs):
-        return ""
+        # Placements that are asked for are those of this number of GPUs.
+        return "" if question.forced.placements else f"More such machines would not help, with up to {ways[-1]} GPUs."
     fullest = max(needs.phases, key=lambda phase: phase.device_bytes).device
     name, most = max(fullest.items(), key=lambda pair: pair[1])
     peak = size(needs.device_peak_bytes)
