@@ -49,19 +49,52 @@ Words = Annotated[
 ]
 Recipe = Annotated[
     str | None,
-    typer.Option("--recipe", help="A recipe by name; `hostward recipes` lists them.", autocompletion=complete_recipe),
+    typer.Option(
+        "--recipe",
+        help="A recipe by name; `hostward recipes` lists them.",
+        autocompletion=complete_recipe,
+        show_default=DEFAULT_RECIPE,
+    ),
 ]
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", metavar="PATH", help="A transformers config.json instead of a recipe.")
 ]
-Sequence = Annotated[int | None, typer.Option("--seq", min=1, help="With --config: tokens in a sequence.")]
-Batch = Annotated[int | None, typer.Option("--batch", min=1, help="With --config: sequences in a step, of all GPUs.")]
+Sequence = Annotated[
+    int | None, typer.Option("--seq", min=1, help="With --config: tokens in a sequence.", show_default="4096")
+]
+Batch = Annotated[
+    int | None,
+    typer.Option(
+        "--batch",
+        min=1,
+        help="With --config: sequences in a step, of all GPUs.",
+        show_default="one microbatch of each GPU",
+    ),
+]
 Reshard = Annotated[
     bool, typer.Option("--reshard", help="With --config and several GPUs: reshard layers after forward.")
 ]
-Micro = Annotated[int | None, typer.Option("--micro-batch", min=1, help="With --config: sequences in a microbatch.")]
-Device = Annotated[str | None, typer.Option("--device-memory", metavar="SIZE", help="Of each GPU, as in 40GiB.")]
-Host = Annotated[str | None, typer.Option("--host-memory", metavar="SIZE", help="Of the machine, all GPUs together.")]
+Micro = Annotated[
+    int | None, typer.Option("--micro-batch", min=1, help="With --config: sequences in a microbatch.", show_default="1")
+]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        "--device-memory",
+        metavar="SIZE",
+        help="Of each GPU, as in 40GiB.",
+        show_default="what the GPU has, less a reserve",
+    ),
+]
+Host = Annotated[
+    str | None,
+    typer.Option(
+        "--host-memory",
+        metavar="SIZE",
+        help="Of the machine, all GPUs together.",
+        show_default="what a measured machine has, less a tenth; else no limit",
+    ),
+]
 Pinned = Annotated[str | None, typer.Option("--pinned-memory", metavar="SIZE", help="Pinned, of the machine.")]
 NoPin = Annotated[
     bool, typer.Option("--no-pin", help="With a CPU optimizer step neither gradients nor weights are pinned.")
@@ -129,8 +162,8 @@ def plan(
 ) -> None:
     """Predict a run: bytes by phase, placements, seconds per step, and the step time with less memory.
 
-    Exit code 1 if it does not fit, with commands that would, or a step cannot be divided among --gpus. Without
-    --hardware, one NVIDIA H200 is assumed. `hostward plan diff A B` compares two plans.
+    Exit code 1 if it does not fit, with what is short and commands that fit, or a step cannot be divided among --gpus.
+    Without --hardware an NVIDIA H200 is assumed. `hostward plan diff A B` compares two plans.
     """
     if words and words[0] == "diff":
         if json_file is not None:
