@@ -162,6 +162,14 @@ def test_a_plan_by_hand_that_training_refuses_says_so(cli: Cli, tmp_path: Path) 
     assert cli("plan", *TINY, "--keep", "*=recompute", "--json", path).err == ""
 
 
+@pytest.mark.parametrize(("limit", "above"), [("149GiB", True), ("139GiB", False)])
+def test_a_limit_above_the_memory_of_the_gpu_is_said(cli: Cli, limit: str, above: bool) -> None:
+    """Seen red: "It fits" on a GPU of half the size, with nothing said about it."""
+    found = cli("plan", *TINY, "--hardware", "h200", "--device-memory", limit)
+    assert found.code == 0
+    assert ("the limit of device memory, 149.0 GiB, is above that GPU's: 139.8 GiB" in found.out) == above
+
+
 def test_a_small_model_is_told_in_small_units(cli: Cli) -> None:
     found = cli("plan", *TINY)
     assert "MiB per GPU" in found.out

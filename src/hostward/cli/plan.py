@@ -116,11 +116,20 @@ Gpus = Annotated[
 ]
 Place = Annotated[
     list[str] | None,
-    typer.Option("--place", metavar="PATTERN=device|streamed|host", help="Chosen by hand: layers or buckets by name."),
+    typer.Option(
+        "--place",
+        metavar="PATTERN=device|streamed|host",
+        help="Chosen by hand: optimizer state of layers or buckets by name.",
+    ),
 ]
 KeepOption = Annotated[
     list[str] | None,
-    typer.Option("--keep", metavar="PATTERN=WHAT", help="keep, offload, recompute ...: chosen by hand."),
+    typer.Option(
+        "--keep",
+        metavar="PATTERN=WHAT",
+        help="Chosen by hand, of layers by name: keep, offload, recompute, recompute_offload, elementwise or "
+        "elementwise_offload.",
+    ),
 ]
 Weights = Annotated[int | None, typer.Option("--weights", min=0, help="So many first layers' weights on the host.")]
 Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw step time against device memory.")]

@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 
 from hostward.core.placement import Placement
-from hostward.core.units import GIB
+from hostward.core.units import GIB, size
 from hostward.errors import ConfigError, HostwardError, needed_for
 from hostward.plan.budgets import Units, by_owner, by_phase, columns, nearest, needed, short_of, units_of
 from hostward.plan.decisions import Choice, FrontierPoint, Keep
@@ -75,10 +75,15 @@ def _title(found: Answer) -> str:
         f"{what}, {workload.step_tokens:,} tokens per step and GPU ({counts})",
         f"on {question.gpus} x {gpu} (hardware {hardware.name}{measured})",
     ]
+    limit = question.budgets.device_bytes
+    if hardware.gpu and limit is not None and limit > hardware.gpu.memory_bytes:
+        lines.append(
+            f"the limit of device memory, {size(limit)}, is above that GPU's: {size(hardware.gpu.memory_bytes)}"
+        )
     if workload.ranks > 1:
         unsharded = "while they run" if workload.resharded else "from forward to backward"
         shared = f"state, gradients and weights sharded among {workload.ranks} GPUs, layers unsharded {unsharded}"
-        lines.append(f"{shared}; NVLink between GPUs is assumed")
+        lines.append(f"{shared}; NVLink between GPUs is assumed: without it a step takes longer")
     pinned = {"gradients": workload.pin_gradients, "weights": workload.pin_weights}
     plain = " and ".join(what for what, locked in pinned.items() if not locked)
     if plain:
@@ -287,7 +292,9 @@ def compared(
         names.append(f"does not fit: short of {short}" if found.chosen is None else label(workload, shown.choice))
     recipe, hardware = first.question.workload.name, first.question.hardware
     gpu = hardware.gpu.name if hardware.gpu else "no GPU"
-    title = f"{recipe} on {gpu} (hardware {hardware.name}); NVLink between GPUs is assumed"
+    title = (
+        f"{recipe} on {gpu} (hardware {hardware.name}); NVLink between GPUs is assumed: without it a step takes longer"
+    )
     refused = [f"{counted(gpus)}: {error.what}; {error.fix}" for gpus, error in (undivided or {}).items()]
     fixes = [
         f"\n{counted(gpus)}: it does not fit.\n{_fixes(found, command and partial(command, gpus))}"
