@@ -59,6 +59,11 @@ def assert_each_fits(cli: Cli, printed: str) -> list[tuple[str, list[str]]]:
             "--hardware rtx-4090 --host-memory 128GiB --pinned-memory 20GiB",
             ["--no-pin", "--pinned-memory 27", "--gpus 2 --host-memory 256GiB --pinned-memory 40GiB"],
         ),
+        (
+            "qwen3 32b",
+            "--hardware h100 --host-memory 500GiB --gpus 8 --seq 65536 --micro-batch 4",
+            ["--seq 16384 --batch 32 --micro-batch 1 --reshard"],
+        ),
         ("deepseek-v3", "--hardware h200 --host-memory 500GiB --gpus 8", ["--gpus 128 --host-memory 8000GiB"]),
     ],
 )
@@ -137,7 +142,7 @@ def test_what_is_short_is_said_before_what_would_fit(cli: Cli) -> None:
     size = r"[\d.]+ MiB of"
     short = rf"The nearest plan is short of {size} device memory \(first step\) and {size} host memory \(load\)\."
     assert re.fullmatch(short, lines[at + 1])
-    assert lines[at + 3] == "Only this makes it fit:"  # neither limit alone
+    assert lines[at + 3] == "This makes it fit:"  # neither limit alone
     ((what, command),) = assert_each_fits(cli, found.out)
     assert re.fullmatch(rf"{size} device memory instead of 1.0 MiB and {size} host memory instead of 1.0 MiB", what)
     assert {"--device-memory", "--host-memory"} <= set(command)

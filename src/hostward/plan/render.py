@@ -55,7 +55,7 @@ def render(found: Answer, command: Callable[[Fix], str] | None = None) -> str:
 
 def _fixes(found: Answer, command: Callable[[Fix], str] | None) -> str:
     """Render what would make the run fit, each with its command line."""
-    lines = ["Any one of these alone makes it fit:" if found.fixes[1:] else "Only this makes it fit:"]
+    lines = ["Any one of these alone makes it fit:" if found.fixes[1:] else "This makes it fit:"]
     for fix in found.fixes:
         lines.append(f"  {fix.what}{':' if command else ''}")
         lines += [f"    {command(fix)}"] if command else []

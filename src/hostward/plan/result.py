@@ -188,13 +188,13 @@ def _fixes(question: Question, frontier: Frontier, known: Sequence[Candidate], r
         # Options that pin less go with those that offload.
         pinned = replace(question.workload, pin_gradients=True, pin_weights=True)
         found += [fix] if _fits(replace(question, workload=pinned, forced=Forced()), speeds) else []
+    smaller = _smaller(question, speeds, required, over)
     if question.workload.ranks > 1 and not question.workload.resharded:
-        tried = replace(question.workload, resharded=True)
-        if _fits(replace(question, workload=tried), speeds):
+        tried = replace(question, workload=replace(question.workload, resharded=True))
+        if _fits(tried, speeds):
             found.append(Fix("layers resharded after forward", resharded=True))
-    smaller = _smaller_microbatch(question, speeds, required)
-    if smaller is None and "device" in over:
-        smaller = _shorter(question, speeds, required)
+        elif smaller is None and (both := _smaller(tried, speeds, required, over)):
+            smaller = replace(both, what=f"{both.what}, layers resharded after forward", resharded=True)
     found += [smaller] if smaller else []
     raised = [_raised(question, name, known) for name in ("host", "pinned", "device")]
     if not any(raised):
@@ -337,6 +337,12 @@ def _least_device(workload: Workload, required: Required) -> Needs:
     away = frozenset(layer.name for layer in layers[:-1])
     least = (required(workload, Choice(host, keeps, weights, True)) for weights in (frozenset[str](), away))
     return min(least, key=lambda needs: needs.device_peak_bytes)
+
+
+def _smaller(question: Question, speeds: Speeds, required: Required, over: Mapping[str, int]) -> Fix | None:
+    """Propose smaller microbatches, or, if none fits, shorter sequences where device memory is short."""
+    fix = _smaller_microbatch(question, speeds, required)
+    return _shorter(question, speeds, required) if fix is None and "device" in over else fix
 
 
 def _smaller_microbatch(question: Question, speeds: Speeds, required: Required) -> Fix | None:
