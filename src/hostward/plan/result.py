@@ -253,11 +253,8 @@ def _more_gpus(question: Question) -> Fix | None:
     if question.gpus == 1 and budgets.device_bytes == default_budgets(hardware, 1).device_bytes:
         budgets = replace(budgets, device_bytes=default_budgets(hardware, 2).device_bytes)
 
-    def fits(ranks: int, microbatches: int, *, resharded: bool) -> bool:
-        tried = _among(whole, ranks, microbatches, resharded=resharded)
-        if tried is None:
-            return False
-        required, speeds = required_of(tried), speeds_of(hardware, ranks)
+    def fits(tried: Workload) -> bool:
+        required, speeds = required_of(tried), speeds_of(hardware, tried.ranks)
         return _may_fit(tried, budgets, required) and Frontier(tried, speeds, required, forced).fits_at_last(budgets)
 
     # More ranks than a tensor has rows take more memory again, so the numbers are tried one after the other.
@@ -265,18 +262,19 @@ def _more_gpus(question: Question) -> Fix | None:
         ranks = question.gpus << doublings
         kept = whole.microbatches % ranks == 0
         microbatches = whole.microbatches if kept else asked.microbatches * ranks
+        tried = _among(whole, ranks, microbatches)
         for resharded in sorted({asked.resharded, True}):
-            if fits(ranks, microbatches, resharded=resharded):
+            if tried is not None and fits(replace(tried, resharded=resharded)):
                 step = None if kept else microbatches * asked.microbatch_sequences
                 return _machines(question, ranks, step, resharded=resharded and not asked.resharded)
     return None
 
 
-def _among(whole: Workload, ranks: int, microbatches: int, *, resharded: bool) -> Workload | None:
+def _among(whole: Workload, ranks: int, microbatches: int) -> Workload | None:
     """Return a rank's part with a step of so many microbatches in all; None where it cannot be divided."""
     several = replace(whole, microbatches=microbatches)
     try:
-        return sharded(several, ranks, reduced_in_fp32=whole.reduced_in_fp32, resharded=resharded)
+        return sharded(several, ranks, reduced_in_fp32=whole.reduced_in_fp32)
     except UndividedError:
         return None
 
@@ -305,10 +303,10 @@ def more_gpus_in_vain(found: Answer) -> str:
     if found.chosen is not None or whole is None or any(fix.gpus for fix in found.fixes):
         return ""
     ways = question.gpus << 2, question.gpus << _MOST_DOUBLINGS
-    among = {ranks: tried for ranks in ways if (tried := _among(whole, ranks, ranks, resharded=True))}
+    among = [replace(tried, resharded=True) for ranks in ways if (tried := _among(whole, ranks, ranks))]
     if not among:
         return ""
-    least = {ranks: _least_device(tried, required_of(tried)) for ranks, tried in among.items()}
+    least = {tried.ranks: _least_device(tried, required_of(tried)) for tried in among}
     ranks, needs = min(least.items(), key=lambda pair: pair[1].device_peak_bytes)
     if "device" not in question.budgets.over(needs):
         # Placements that are asked for are those of this number of GPUs.
