@@ -8,6 +8,7 @@ by their bound taken for the fastest, a bound with the whole of the host's step 
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from dataclasses import replace
@@ -32,7 +33,7 @@ from hostward.plan.hardware_profile import profile
 from hostward.plan.memory_model import STEADY_STEP, required
 from hostward.plan.rank_partition import required_of, sharded
 from hostward.plan.render import render
-from hostward.plan.result import Question, answer, default_budgets, verdict
+from hostward.plan.result import Fix, Question, answer, default_budgets, verdict
 from hostward.plan.search import Candidate, Frontier
 from hostward.plan.solver import LAST_STAY, Forced, rounded_up
 from hostward.plan.step_memory import Passes, StepModel
@@ -354,22 +355,20 @@ def test_what_does_not_fit_comes_with_the_smallest_change_that_would() -> None:
     assert found.chosen is None
     text = render(found)
     assert "It does not fit." in text
-    option = next(change for change in found.changes if change.startswith("--device-memory"))
-    raised = float(option.removeprefix("--device-memory ").removesuffix("GiB"))
+    raised = next(fix.device_bytes for fix in found.fixes if fix.device_bytes) / GIB
     assert found.frontier.best(Budgets(int(raised * GIB), 200 * GIB)) is not None
     assert found.frontier.best(Budgets(int((raised - 0.1) * GIB), 200 * GIB)) is None
 
 
-@pytest.mark.parametrize(
-    ("batch", "proposed"), [(16, "a microbatch of 4 sequences"), (9, "a microbatch of 3 sequences")]
-)
-def test_a_smaller_microbatch_that_divides_the_step_is_proposed_where_that_is_enough(batch: int, proposed: str) -> None:
+@pytest.mark.parametrize(("batch", "proposed"), [(16, 4), (9, 3)])
+def test_a_smaller_microbatch_that_divides_the_step_is_proposed_where_that_is_enough(batch: int, proposed: int) -> None:
     workload = llama_1b(batch=batch)
     placements = dict.fromkeys(range(len(workload.inventory.buckets)), Placement.DEVICE)
     forced = Forced(placements, dict.fromkeys(range(16), Keep.KEEP), frozenset())
     found = answer(Question(workload, profile("h200"), 1, Budgets(60 * GIB), forced), required)
     assert found.chosen is None
-    assert proposed in found.changes
+    (fix,) = (f for f in found.fixes if f.microbatch_sequences)
+    assert fix == Fix(f"microbatches of {proposed} sequences", microbatch_sequences=proposed)
 
 
 def test_shorter_sequences_are_proposed_where_one_is_too_long() -> None:
@@ -379,9 +378,11 @@ def test_shorter_sequences_are_proposed_where_one_is_too_long() -> None:
     workload, budgets = llama_8b(batch=2), Budgets(4 * GIB, 200 * GIB)
     found = answer(Question(workload, profile("h200"), 1, budgets, Forced()), required)
     assert found.chosen is None
-    (change,) = (c for c in found.changes if c.startswith("sequences of"))
-    tokens = int(change.rpartition(" ")[2])
-    assert f"model.seq_length={tokens}," in change
+    (fix,) = (f for f in found.fixes if f.sequence_tokens or f.microbatch_sequences)
+    tokens = fix.sequence_tokens
+    assert tokens is not None
+    assert fix.microbatch_sequences == 1
+    assert fix.what == f"sequences of {tokens:,} tokens, one in a microbatch"
 
     def fits(sequence: int) -> bool:
         tried = replace(workload, microbatch_sequences=1, microbatches=2, sequence_tokens=sequence)
@@ -390,7 +391,6 @@ def test_shorter_sequences_are_proposed_where_one_is_too_long() -> None:
     assert workload.sequence_tokens % tokens == 0
     assert fits(tokens)
     assert 2 * tokens == workload.sequence_tokens or not fits(2 * tokens)
-    assert not any(c.startswith("a microbatch") for c in found.changes)
 
 
 def test_it_is_said_how_many_gpus_it_takes() -> None:
@@ -400,8 +400,9 @@ def test_it_is_said_how_many_gpus_it_takes() -> None:
     budgets = Budgets(40 * GIB, 20 * GIB)
     found = answer(Question(part, profile("h100"), 8, budgets, Forced(), whole), required_of(part))
     assert found.chosen is None
-    (change,) = (c for c in found.changes if "GPUs, of" in c)
-    assert change == "32 GPUs, of 4 machines like this one"
+    (fix,) = (f for f in found.fixes if f.gpus)
+    assert fix.what.startswith("32 GPUs, as in 4 machines like this one")
+    assert (fix.gpus, fix.host_bytes, fix.step_sequences, fix.resharded) == (32, 640 * GIB, 32, False)
 
     def fits(ranks: int) -> bool:
         tried = sharded(replace(whole, microbatches=ranks), ranks, resharded=True)
@@ -417,10 +418,14 @@ def test_it_is_said_what_more_gpus_do_not_make_smaller() -> None:
     whole = qwen_30b()
     part = sharded(whole, 4, resharded=True)
     found = answer(Question(part, profile("h200"), 4, Budgets(3 * GIB), Forced(), whole), required_of(part))
-    assert not any("GPUs, of" in change for change in found.changes)
-    assert "More such GPUs do not: of 16, each needs " in render(found)
+    assert not any(fix.gpus for fix in found.fixes)
+    assert re.search("^More such GPUs would not help: each of (16|256) needs .* of it [a-z ]+[.]$", render(found), re.M)
     alone = answer(Question(part, profile("h200"), 4, Budgets(3 * GIB), Forced()), required_of(part))
-    assert "More such GPUs" not in render(alone)
+    assert "More such" not in render(alone)
+    short = answer(
+        Question(part, profile("h200"), 4, Budgets(7 * GIB, GIB // 1024), Forced(), whole), required_of(part)
+    )
+    assert "More such machines would not help, with up to 256 GPUs." in render(short)
 
 
 def test_a_share_of_a_model_on_each_of_several_gpus() -> None:

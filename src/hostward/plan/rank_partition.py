@@ -79,7 +79,7 @@ def _cut_up(at: int, part: Parameter) -> int:
 
 
 class UndividedError(ConfigError):
-    """Report a step with fewer microbatches than every GPU needs."""
+    """Report what cannot be divided among so many GPUs: the microbatches of a step, or blocks of FP8 moments."""
 
 
 def _cuts_block(whole: Parameter, part: Parameter) -> bool:
@@ -95,7 +95,7 @@ def sharded(workload: Workload, ranks: int, *, reduced_in_fp32: bool = False, re
         reduced_in_fp32: gradients are reduced in fp32, where 16-bit weights need more than their own dtype.
         resharded: layers are unsharded only while they run (`reshard_after_forward=True`).
 
-    Raises ConfigError where the microbatches cannot be divided, or blocks of FP8 moments would be.
+    Raises UndividedError where the microbatches cannot be divided, or blocks of FP8 moments would be.
     """
     if ranks == 1:
         return workload
@@ -110,7 +110,7 @@ def sharded(workload: Workload, ranks: int, *, reduced_in_fp32: bool = False, re
     parts = first_parts(inventory.parameters, ranks)
     cut = [p.name for p, of_first in zip(inventory.parameters, parts, strict=True) if _cuts_block(p, of_first)]
     if inventory.form.fp8_moments and cut:
-        raise ConfigError(
+        raise UndividedError(
             f"moments in FP8, of {cut[0]!r} as well, of which each of {ranks} GPUs has rows",
             why=f"{FP8_BLOCK} elements share a scale, and a GPU's rows are no multiple of that",
             fix="moments in bf16 (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype), or another number of GPUs",
