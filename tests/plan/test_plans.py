@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from plan_cases import PAIRS, answered, llama_1b, llama_8b, llama_70b, qwen_30b
 from workload_cases import llama
 
-from hostward.core.inventory import align
+from hostward.core.inventory import Dtype, Inventory, Parameter, StateFormat, align, cut_buckets
 from hostward.core.placement import Placement
 from hostward.core.units import GIB
 from hostward.errors import ConfigError
@@ -426,6 +426,24 @@ def test_it_is_said_what_more_gpus_do_not_make_smaller() -> None:
         Question(part, profile("h200"), 4, Budgets(7 * GIB, GIB // 1024), Forced(), whole), required_of(part)
     )
     assert "More such machines would not help, with up to 256 GPUs." in render(short)
+
+
+@pytest.mark.parametrize(("rows", "proposed"), [(0, [2]), (6, [4]), (2, [])])
+def test_numbers_of_gpus_that_the_format_of_the_state_does_not_allow_are_passed_over(
+    rows: int, proposed: list[int]
+) -> None:
+    """Of a matrix of 6 rows of 64 elements each of 4 ranks has whole blocks of FP8 moments, and not each of 2; of one
+    of 2 rows no number of ranks has.
+    """
+    odd = Parameter("layers.0.odd", rows * 64, Dtype.BF16, "layers.0", rows=rows)
+    parameters = (*FEW_LAYERS.inventory.parameters, odd)
+    buckets = cut_buckets(parameters, form=StateFormat(Dtype.FP8, Dtype.FP8))
+    whole = replace(FEW_LAYERS, inventory=Inventory(parameters, buckets))
+    limits = Budgets(int(0.4 * Frontier(whole, H200, required).base.needs.device_peak_bytes), GIB // 8)
+    found = answer(Question(whole, profile("h200"), 1, limits, Forced(), whole), required_of(whole))
+    assert found.chosen is None
+    assert "It does not fit." in render(found)
+    assert [fix.gpus for fix in found.fixes if fix.gpus] == proposed
 
 
 def test_a_share_of_a_model_on_each_of_several_gpus() -> None:

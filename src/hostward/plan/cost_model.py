@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from hostward.core.host_limits import Rates
-from hostward.core.inventory import Bucket, MasterKind
+from hostward.core.inventory import Bucket, MasterKind, bucket_as_asked
 from hostward.core.placement import HOST_STEP_BYTES, Placement, streamed_share_of
 from hostward.errors import ConfigError
 from hostward.plan.decisions import ELEMENTWISE, LEAVES, RECOMPUTED, Choice, Keep
@@ -93,7 +93,7 @@ def balanced_share(speeds: Speeds, workload: Workload, ahead: float | None = Non
     alone, busy = speeds.slowdown[3], speeds.slowdown[7]
     host = speeds.host_parameters_per_s
     rates = Rates(host, duplex(alone), busy[Queue.HOST] * host, duplex(busy), speeds.d2h_bytes_per_s)
-    return streamed_share_of(buckets[0], rates, ahead)
+    return streamed_share_of(bucket_as_asked(buckets), rates, ahead)
 
 
 def measured(speeds: Speeds, rates: Rates) -> Speeds:

@@ -108,8 +108,9 @@ def sharded(workload: Workload, ranks: int, *, reduced_in_fp32: bool = False, re
         )
     inventory = workload.inventory
     parts = first_parts(inventory.parameters, ranks)
-    cut = [p.name for p, of_first in zip(inventory.parameters, parts, strict=True) if _cuts_block(p, of_first)]
-    if inventory.form.fp8_moments and cut:
+    pairs, form = zip(inventory.parameters, parts, strict=True), inventory.form
+    cut = [p.name for p, first in pairs if form.of(p.dims).fp8_moments and _cuts_block(p, first)]
+    if cut:
         raise UndividedError(
             f"moments in FP8, of {cut[0]!r} as well, of which each of {ranks} GPUs has rows",
             why=f"{FP8_BLOCK} elements share a scale, and a GPU's rows are no multiple of that",
@@ -117,7 +118,7 @@ def sharded(workload: Workload, ranks: int, *, reduced_in_fp32: bool = False, re
         )
     return replace(
         workload,
-        inventory=Inventory(parts, cut_buckets(parts, form=inventory.form)),
+        inventory=Inventory(parts, cut_buckets(parts, form=form)),
         layers=tuple(_part(layer, parts, ranks) for layer in workload.layers),
         microbatches=workload.microbatches // ranks,
         ranks=ranks,
