@@ -133,7 +133,7 @@ class StateFormat:
     @property
     def fp8_moments(self) -> int:
         """Return how many of the two moments are FP8."""
-        return sum(dtype is Dtype.FP8 for dtype in self.moments.values())
+        return (self.exp_avg is Dtype.FP8) + (self.exp_avg_sq is Dtype.FP8)
 
     def scale_bytes(self, elements: int) -> int:
         """Return the bytes of the blocks of so many elements of one parameter, in all moments together."""
@@ -314,7 +314,8 @@ class Inventory:
     @property
     def saved_bytes(self) -> list[int]:
         """Return the bytes of each parameter's state in a checkpoint."""
-        return [p.numel * self.form.saved_element_bytes(p.dtype) for p in self.parameters]
+        form = self.form
+        return [p.numel * form.saved_element_bytes(p.dtype) for p in self.parameters]
 
 
 def align(value: int, unit: int) -> int:
@@ -337,7 +338,7 @@ def layer_of(name: str) -> str:
 
 def bucket_as_asked(buckets: Sequence[Bucket]) -> Bucket:
     """Return the first bucket whose state has the format that is asked for; the first one if there are no matrices."""
-    return max(buckets, key=lambda bucket: bucket.form.fp8_moments)
+    return next((bucket for bucket in buckets if bucket.form.fp8_moments), buckets[0])
 
 
 def bucket_cap(numel: int) -> int:

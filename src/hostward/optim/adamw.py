@@ -280,7 +280,9 @@ class AdamW(torch.optim.Optimizer):
     found_inf: torch.Tensor | None
 
     state_format: StateFormat
-    """How the optimizer stores state: the dtypes of moments, and what is kept of fp32 main weights."""
+    """How state is stored, as asked for: the dtypes of moments, FP8 of matrices alone, and what is kept of fp32 main
+    weights.
+    """
 
     _step_supports_amp_scaling = True
 
