@@ -480,7 +480,7 @@ def test_weights_that_stay_whole_are_fetched_once_a_step() -> None:
     fetched = {}
     for workload in (part, replace(part, resharded=True)):
         costs = Costs(workload, speeds_of(profile("h200"), 8))
-        step = StepTimeline(costs, choice, required_of(workload)(workload, choice), costs.units(choice))
+        step = StepTimeline(costs, choice, required_of(workload)(workload, choice))
         step.backward(last=True)
         step.step()
         step.forward(first=True)
