@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from hostward.core.host_limits import Rates
 from hostward.core.inventory import Bucket, MasterKind
-from hostward.core.placement import HOST_STEP_BYTES, Placement, streamed_share_of
+from hostward.core.placement import HOST_STEP_BYTES, Placement, sharing, step_speed, streamed_share_of
 from hostward.errors import ConfigError
 from hostward.plan.decisions import ELEMENTWISE, LEAVES, RECOMPUTED, Choice, Keep
 from hostward.plan.hardware_profile import Hardware, profile_of
@@ -349,6 +349,9 @@ class Costs:
         self._places = {name: i for i, name in reversed(list(enumerate(names)))}
         self.numels = [bucket.numel for bucket in workload.inventory.buckets]
         self._buckets = [_bucket_bytes(bucket) for bucket in workload.inventory.buckets]
+        self.weight_bytes = [bucket.weight_bytes for bucket in self._buckets]
+        self.state_bytes = [bucket.state_bytes for bucket in self._buckets]
+        self.host_bytes = [bucket.host_bytes for bucket in workload.inventory.buckets]
         self._stretches = _stretches(self._buckets)
         self._merge_below = sum(self.numels) / LARGEST_UNIT
         self._units: dict[tuple[Placement, ...], list[Unit]] = {}
@@ -425,6 +428,19 @@ class Costs:
         for bucket in self._buckets:
             numels[bucket.layer] = numels.get(bucket.layer, 0) + bucket.numel
         return [numels[cost.layer.name] * self.accumulation_s for cost in self.layers]
+
+    @cached_property
+    def host_s(self) -> Sequence[float]:
+        """Return the seconds of each bucket's CPU optimizer step."""
+        buckets, rate = self.workload.inventory.buckets, self.speeds.host_parameters_per_s
+        kinds = {(b.kind, b.dtype): b for b in buckets}  # state has one format in all of them
+        speeds = {kind: step_speed(bucket) for kind, bucket in kinds.items()}
+        return [bucket.numel / rate / speeds[bucket.kind, bucket.dtype] for bucket in buckets]
+
+    @cached_property
+    def sharing(self) -> Sequence[Sequence[int]]:
+        """Return the buckets of each parameter that several of them share."""
+        return sharing(self.workload.inventory.buckets)
 
     def keep_of(self, choice: Choice) -> dict[int, Keep]:
         """Return the treatment of repeated layers, by position in `layers`."""

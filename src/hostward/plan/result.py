@@ -206,18 +206,19 @@ def _more_gpus(question: Question, speeds: Speeds) -> list[str]:
     if question.gpus == 1 and budgets.device_bytes == default_budgets(question.hardware, 1).device_bytes:
         budgets = replace(budgets, device_bytes=default_budgets(question.hardware, 2).device_bytes)
 
-    def fits(ranks: int, *, resharded: bool) -> bool:
-        several = replace(whole, microbatches=asked.microbatches * ranks)
-        tried = sharded(several, ranks, reduced_in_fp32=asked.reduced_in_fp32, resharded=resharded)
+    def fits(tried: Workload) -> bool:
         required = required_of(tried)
         return _may_fit(tried, budgets, required) and Frontier(tried, speeds, required, forced).fits_at_last(budgets)
 
     # More ranks than a tensor has rows take more memory again, so the numbers are tried one after the other.
     for doublings in range(1, _MOST_DOUBLINGS + 1):
+        ranks = question.gpus << doublings
+        several = replace(whole, microbatches=asked.microbatches * ranks)
+        tried = sharded(several, ranks, reduced_in_fp32=asked.reduced_in_fp32)
         for resharded in sorted({asked.resharded, True}):
-            if fits(question.gpus << doublings, resharded=resharded):
+            if fits(replace(tried, resharded=resharded)):
                 also = f", with {RESHARDED}, or --config --reshard" if resharded and not asked.resharded else ""
-                return [f"{question.gpus << doublings} GPUs, of {1 << doublings} machines like this one{also}"]
+                return [f"{ranks} GPUs, of {1 << doublings} machines like this one{also}"]
     return []
 
 
