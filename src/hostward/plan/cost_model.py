@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from hostward.core.host_limits import Rates
 from hostward.core.inventory import Bucket, MasterKind
@@ -322,6 +322,7 @@ class Moved:
     added_between_s: float
     uploads_s: float
     uploads_by_layer: Mapping[str, float]
+    reads_s: float
     writes_s: float
     slot_bytes: int
     """Bytes of the largest streamed bucket, and of the largest streamed unit."""
@@ -359,6 +360,7 @@ class Costs:
         self._units_of: dict[tuple[int, tuple[Placement, ...]], list[Unit]] = {}
         """Of each stretch, by the placements of its buckets: those of one layer are few."""
         self._moved: dict[tuple[tuple[Placement, ...], bool], Moved] = {}
+        self._activations_s: dict[tuple[Keep, ...], tuple[float, float, float]] = {}
         self._kept: dict[tuple[int, Keep], KeepCost] = {}
         self.between_s: dict[tuple[object, ...], tuple[float, Mapping[Queue, float]]] = {}
         """Known seconds of a microbatch that is not next to a step, which `hostward.plan.step_time` predicts."""
@@ -420,6 +422,37 @@ class Costs:
         made_bytes = SUM_BYTES if self.workload.reduced_in_fp32 else self.workload.weight_dtype.itemsize_bytes
         several = self.workload.microbatches > 1
         return (made_bytes + 2 * SUM_BYTES) / self.speeds.traffic_bytes_per_s if several else 0.0
+
+    @cached_property
+    def forward_s(self) -> float:
+        """Return the compute seconds of one microbatch's forward."""
+        return sum(cost.forward_s for cost in self.layers)
+
+    @cached_property
+    def forward_from_s(self) -> Sequence[float]:
+        """Return the compute seconds of forward from each layer on."""
+        return list(accumulate(cost.forward_s for cost in reversed(self.layers)))[::-1]
+
+    @cached_property
+    def backward_s(self) -> float:
+        """Return the compute seconds of one microbatch's backward without recomputation."""
+        return sum(cost.backward_s for cost in self.layers) + sum(self.numels) * self.accumulation_s
+
+    def activations_s(self, activations: tuple[Keep, ...]) -> tuple[float, float, float]:
+        """Return the seconds in one microbatch of recomputation, of D2H copies that forward waits for, and of reloads,
+        cached.
+
+        Forward waits for the copies of as many first layers as offload anything.
+        """
+        if activations not in self._activations_s:
+            kept = [self.kept(i, keep) for i, keep in zip(self.repeated, activations, strict=True)]
+            leaving = sum([cost.offload_s > 0 for cost in kept])
+            self._activations_s[activations] = (
+                sum([cost.again_s for cost in kept]),
+                sum([cost.offload_s for cost in kept[:leaving]]),
+                sum([cost.reload_s for cost in kept]),
+            )
+        return self._activations_s[activations]
 
     @cached_property
     def accumulated_s(self) -> Sequence[float]:
@@ -527,6 +560,7 @@ class Costs:
             max(0.0, sum([added_s for _, added_s in over]) - LANDING_BUFFERS * largest_add_s),
             sum(uploads.values()),
             uploads,
+            sum([u.read_s for u in streamed]),
             sum([u.write_s for u in streamed]),
             max((u.largest_bytes for u in streamed), default=0),
             max((u.state_bytes for u in streamed), default=0),

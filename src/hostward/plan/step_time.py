@@ -309,29 +309,24 @@ def least_s(costs: Costs, choice: Choice, needs: Needs) -> float:
     microbatch in between.
     """
     workload, layers, lanes = costs.workload, costs.layers, costs.lanes_s
-    kept = [costs.kept(i, keep) for i, keep in costs.keep_of(choice).items()]
-    reloads_s = sum(cost.reload_s for cost in kept)
-    # Forward waits for the copies of as many first layers as offload anything.
-    leaving = sum(cost.offload_s > 0 for cost in kept)
-    offloads_s = sum(cost.offload_s for cost in kept[:leaving])
+    again_s, offloads_s, reloads_s = costs.activations_s(choice.activations)
     names = choice.offloaded_weights
     fetches = [cost.fetch_s for cost in layers if cost.layer.name in names] if names else []
     # The first ones may begin before the pass does.
     ahead = weight_prefetch_depth(gathered=workload.ranks > 1)
     fetch_s = max(0.0, sum(fetches) - ahead * max(fetches, default=0.0))
     fetch_again_s = fetch_s if workload.fetched_anew else 0.0
-    moved = costs.moved(choice)
-    forward_s = sum(cost.forward_s for cost in layers)
-    backward_s = _computed_s(costs, choice) - forward_s
-    backward_s = max(backward_s, reloads_s + fetch_again_s)
+    moved, forward_s = costs.moved(choice), costs.forward_s
+    backward_s = max(costs.backward_s + again_s, reloads_s + fetch_again_s)
     normed_s = backward_s + moved.device_s
     host_begins_s = max(normed_s, lanes(moved.gradients_s, 0.0, moved.added_s))
-    read_s = sum([unit.read_s for unit in moved.streamed])
     staged_s = sum([unit.read_s for unit in moved.streamed[: moved.staged(needs.slots)]])
     prefetched_s = min(staged_s, max(0.0, host_begins_s - reloads_s - fetch_again_s))
-    uploads_s = moved.uploads_s - sum(moved.uploads_by_layer.get(name, 0.0) for name in names)
-    to_device_s = uploads_s + fetch_s + read_s - prefetched_s
-    behind_s = lanes(moved.writes_s + offloads_s, to_device_s, moved.host_s) + layers[-1].forward_s
+    uploads_s = moved.uploads_s - sum([moved.uploads_by_layer.get(name, 0.0) for name in names])
+    to_device_s = uploads_s + moved.reads_s - prefetched_s
+    behind_s = lanes(moved.writes_s + offloads_s, to_device_s + fetch_s, moved.host_s) + layers[-1].forward_s
+    if names and to_device_s > 0.0:
+        behind_s = max(behind_s, _fetched_after_s(costs, choice, needs, uploads_s, to_device_s))
     total_s = max(normed_s + forward_s, host_begins_s + behind_s)
     if workload.microbatches > 1:
         summed = choice.gradients_on_host
@@ -341,11 +336,30 @@ def least_s(costs: Costs, choice: Choice, needs: Needs) -> float:
     return total_s * _ROUNDING
 
 
-def _computed_s(costs: Costs, choice: Choice) -> float:
-    """Return the compute seconds of one microbatch, with the accumulation of its gradients."""
-    again = sum(costs.kept(i, keep).again_s for i, keep in costs.keep_of(choice).items())
-    computed = sum(c.forward_s + c.backward_s for c in costs.layers)
-    return computed + again + sum(costs.numels) * costs.accumulation_s
+def _fetched_after_s(costs: Costs, choice: Choice, needs: Needs, uploads_s: float, to_device_s: float) -> float:
+    """Return a lower bound on the seconds from the norm to the end of forward, where weights are offloaded.
+
+    They are prefetched after all uploads and reads, which come first on their lane, and forward goes on from there. The
+    last upload waits for the CPU optimizer steps before it, and the last read for all writes but as many as there are
+    staging buffers.
+
+    Args:
+        uploads_s, to_device_s: seconds of uploads, and of them and the reads that are not done before the norm.
+    """
+    moved, names = costs.moved(choice), choice.offloaded_weights
+    host_s = moved.host_s if uploads_s else 0.0
+    for unit in reversed(moved.offloaded if uploads_s else ()):
+        if unit.placement is Placement.HOST:
+            if unit.layer not in names:
+                break
+            host_s -= unit.host_s
+    written_s = moved.writes_s - sum([unit.write_s for unit in moved.streamed[-moved.staged(needs.slots) :]])
+    places = [i for i, cost in enumerate(costs.layers) if cost.layer.name in names]
+    fetch_s, after_s = 0.0, 0.0
+    for i in places:
+        fetch_s += costs.layers[i].fetch_s
+        after_s = max(after_s, fetch_s + costs.forward_from_s[i])
+    return costs.lanes_s(max(0.0, written_s), to_device_s, max(0.0, host_s)) + after_s
 
 
 def _between_s(costs: Costs, choice: Choice, needs: Needs) -> tuple[float, Mapping[Queue, float]]:
@@ -359,7 +373,7 @@ def _between_s(costs: Costs, choice: Choice, needs: Needs) -> tuple[float, Mappi
 def _middle_s(costs: Costs, step: StepTimeline) -> tuple[float, Mapping[Queue, float]]:
     """Return the seconds of one microbatch among many, not next to a step, and its work per lane, each alone."""
     if not (step.leaving or step.fetched or step.choice.gradients_on_host):
-        computed = _computed_s(costs, step.choice)
+        computed = costs.forward_s + costs.backward_s + costs.activations_s(step.choice.activations)[0]
         return computed, {Queue.COMPUTE: computed}
     step.backward(last=False)
     step.forward(first=False)
