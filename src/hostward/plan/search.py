@@ -17,7 +17,7 @@ from itertools import groupby
 from hostward.core.placement import Placement, placements_of, summed_among
 from hostward.plan.budgets import Budgets, Required
 from hostward.plan.cost_model import SUM_BYTES, Costs, Speeds, balanced_share
-from hostward.plan.decisions import ELEMENTWISE, LEAVES, Choice, Keep
+from hostward.plan.decisions import LEAVES, Choice, Keep
 from hostward.plan.memory_model import LOAD, MemoryModel, Needs
 from hostward.plan.refinement import WORTH_FOLLOWING, Neighbourhood, PatternSearch, fastest
 from hostward.plan.solver import LAST_STAY, Forced, Limits, LinearProgram
@@ -198,15 +198,14 @@ class Frontier:
             return self.best(budgets)  # nothing is predicted to be faster
         spread = search.spread(start.choice)
         # No variation leads from few layers with offloaded weights to many, or between two kinds of recomputation.
-        apart: dict[tuple[bool, bool], list[Candidate]] = {}
+        apart: dict[tuple[bool, tuple[Keep, ...]], list[Candidate]] = {}
         for found in [start, *spread]:
-            kind = bool(found.choice.offloaded_weights), any(k in ELEMENTWISE for k in found.choice.activations)
-            apart.setdefault(kind, []).append(found)
+            apart.setdefault((bool(found.choice.offloaded_weights), found.choice.activations[:1]), []).append(found)
         starts = [search.best(alike) for alike in apart.values()]
         best = search.best(starts)
         limit_s = best.prediction.step_s * (1 + WORTH_FOLLOWING)
         near = [c for c in starts if c is not best and not excess(c) and c.prediction.step_s < limit_s]
-        search.follow([best, *([search.best(near)] if near else [])])
+        search.follow([best, *near])
         self._probes |= {c.choice for c in self._seen.values() if c.choice not in before and not c.is_predicted}
         return self.best(budgets)
 
