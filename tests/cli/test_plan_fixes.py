@@ -158,7 +158,7 @@ def test_a_command_is_one_line_on_a_narrow_terminal(cli: Cli, monkeypatch: pytes
 
 def test_moments_in_fp8_that_cannot_be_divided_leave_the_other_fixes(cli: Cli) -> None:
     """Seen red: an error about 2 GPUs, which nobody had asked for."""
-    fp8 = ("optimizer.exp_avg_dtype=fp8", "optimizer.exp_avg_sq_dtype=fp8")
+    fp8 = ("optimizer.exp_avg_dtype=fp8", "optimizer.exp_avg_sq_dtype=fp8", "model.hidden_size=96")
     found = cli("plan", *TINY, *fp8, "--hardware", "h200", "--device-memory", "1MiB")
     assert (found.code, found.err) == (1, "")
     assert_each_fits(cli, found.out)

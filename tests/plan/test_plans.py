@@ -28,15 +28,15 @@ from hostward.errors import ConfigError
 from hostward.plan.budgets import Budgets
 from hostward.plan.cost_model import Costs, speeds_of
 from hostward.plan.decisions import LEAVES, Choice, Keep
-from hostward.plan.gradient_memory import Facts, Gradients
+from hostward.plan.gradient_memory import Facts
 from hostward.plan.hardware_profile import profile
 from hostward.plan.memory_model import STEADY_STEP, required
 from hostward.plan.rank_partition import required_of, sharded
 from hostward.plan.render import render
 from hostward.plan.result import Fix, Question, answer, default_budgets, verdict
 from hostward.plan.search import Candidate, Frontier
-from hostward.plan.solver import LAST_STAY, Forced, rounded_up
-from hostward.plan.step_memory import Passes, StepModel
+from hostward.plan.solver import LAST_STAY, Forced, Limits, LinearProgram, rounded_up
+from hostward.plan.step_memory import Passes
 from hostward.plan.step_time import StepTimeline, least_s, predict, predict_of
 from hostward.schedule.ops import operands
 from hostward.schedule.optimizer import StepShape, lower_step
@@ -61,6 +61,21 @@ budgets = st.builds(
     st.one_of(st.none(), st.integers(0, 8 * GIB)),
     st.one_of(st.none(), st.integers(0, 8 * GIB)),
 )
+
+
+LEVELS = [None, *(GIB * level // 8 for level in (4, 6, 8, 10, 12, 16, 24, 32))]
+
+
+@given(st.lists(st.tuples(st.sampled_from(LEVELS), st.sampled_from(LEVELS)), min_size=2, max_size=8), st.booleans())
+@settings(max_examples=30, deadline=None)
+def test_what_is_known_of_wider_limits_changes_no_answer(
+    asked: list[tuple[int | None, int | None]], several: bool
+) -> None:
+    """Seen red: what was found within narrower limits, taken for a bound within wider ones."""
+    costs = frontier(several).costs
+    program = LinearProgram(costs, Forced(), frozenset())
+    for limits in (Limits(*pair) for pair in asked):
+        assert program.solve(limits) == LinearProgram(costs, Forced(), frozenset()).solve(limits)
 
 
 @given(budgets, st.booleans())
@@ -476,10 +491,7 @@ def test_an_embedding_that_is_the_output_layer_is_whole_all_the_time() -> None:
     part = sharded(replace(llama_1b(batch=1), microbatches=8), 8, resharded=True)
     tied = replace(part, layers=(*part.layers[:-1], replace(part.layers[-1], trained_weight_bytes=0)))
     choice = Choice((Placement.HOST,) * len(part.inventory.buckets), (Keep.RECOMPUTE,) * len(part.repeated))
-    apart, together = (
-        StepModel(facts := Facts(of), Passes(facts), choice, Gradients(facts, choice)).timeline.gathered[:-1]
-        for of in (part, tied)
-    )
+    apart, together = (Passes(Facts(of)).layers(choice).step.gathered[:-1] for of in (part, tied))
     embedding_bytes = 8 * part.layers[0].weight_bytes
     assert together.min() >= embedding_bytes
     assert apart.min() < embedding_bytes
@@ -490,7 +502,7 @@ def test_half_of_a_tied_gradient_is_counted_once() -> None:
     part = sharded(replace(llama_1b(batch=1), microbatches=2), 2, resharded=True)
     tied = replace(part, layers=(*part.layers[:-1], replace(part.layers[-1], trained_weight_bytes=0)))
     choice = Choice((Placement.HOST,) * len(part.inventory.buckets), (Keep.RECOMPUTE,) * len(part.repeated))
-    model = StepModel(facts := Facts(tied), Passes(facts), choice, Gradients(facts, choice))
+    model = Passes(Facts(tied)).layers(choice)
     layer_bytes = 2 * part.repeated[0].weight_bytes
     for i in range(2, len(part.layers) - 2):
         assert model._gathered_behind[i] == 2 * part.layers[0].weight_bytes + 4 * layer_bytes
@@ -503,7 +515,7 @@ def test_weights_that_stay_whole_are_fetched_once_a_step() -> None:
     fetched = {}
     for workload in (part, replace(part, resharded=True)):
         costs = Costs(workload, speeds_of(profile("h200"), 8))
-        step = StepTimeline(costs, choice, required_of(workload)(workload, choice), costs.units(choice))
+        step = StepTimeline(costs, choice, required_of(workload)(workload, choice))
         step.backward(last=True)
         step.step()
         step.forward(first=True)

@@ -6,7 +6,7 @@ import difflib
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -324,6 +324,7 @@ class Flags:
         if self.config is not None and (self.recipe is not None or self.words):
             raise ConfigError("--config goes with neither --recipe nor overrides", fix="leave one of them out")
         sizes = self.sequence, self.batch, self.micro_batch
+        traced = cache(partial(_traced, sequence=self.sequence, micro_batch=self.micro_batch))
         if self.config is None:
             names = "--seq", "--batch", "--micro-batch", "--reshard"
             _require_none_of_a_file(dict(zip(names, (*sizes, self.reshard), strict=True)))
@@ -332,7 +333,8 @@ class Flags:
             budgets = _budgets(machine, count, self.device_memory, self.host_memory, self.pinned_memory)
             if self.config is not None:
                 chosen = hand(None)
-                whole, workload, forced, phases = _of_file(self.config, *sizes, count, resharded=self.reshard)
+                of = partial(traced, self.config)
+                whole, workload, forced, phases = _of_file(of, *sizes[1:], count, resharded=self.reshard)
             else:
                 name = self.recipe or DEFAULT_RECIPE
                 options = configured(name, self.words)
@@ -496,13 +498,12 @@ def _require_none_of_a_file(given: dict[str, int | None]) -> None:
 
 
 def _of_file(
-    path: Path, sequence: int | None, batch: int | None, micro_batch: int | None, gpus: int, *, resharded: bool
+    traced: Callable[[], Workload], batch: int | None, micro_batch: int | None, gpus: int, *, resharded: bool
 ) -> tuple[Workload, Workload, Forced, tuple[str, ...]]:
-    """Return what `_of_recipe` does, of a config.json."""
+    """Return what `_of_recipe` does, of a config.json whose workload `traced` returns."""
     from hostward.plan.memory_model import EVALUATION, RESUME, SAVE, TRAINING
     from hostward.plan.rank_partition import UndividedError, sharded
     from hostward.plan.solver import Forced
-    from hostward.trainer.workload import config_workload, usual_folder
 
     size = micro_batch or 1
     total = batch or size * gpus
@@ -510,13 +511,7 @@ def _of_file(
         raise ConfigError(
             f"--batch {total} is not a multiple of --micro-batch {size}", fix=f"--batch {-(-total // size) * size}"
         )
-    workload = config_workload(
-        path,
-        sequence_tokens=sequence or 4096,
-        microbatch_sequences=size,
-        microbatches=total // size,
-        folder=usual_folder(),
-    )
+    workload = replace(traced(), microbatches=total // size)
     try:
         part = sharded(workload, gpus, resharded=resharded)
     except UndividedError as error:
@@ -524,6 +519,14 @@ def _of_file(
         raise UndividedError(error.what, why=error.why, fix=fix) from error
     # Who trains a model saves it, may have to resume, and evaluates it.
     return workload, part, Forced(), (*TRAINING, SAVE, RESUME, EVALUATION)
+
+
+def _traced(path: Path, sequence: int | None, micro_batch: int | None) -> Workload:
+    """Return the workload of a config.json, read once for several numbers of GPUs."""
+    from hostward.trainer.workload import config_workload, usual_folder
+
+    size = micro_batch or 1
+    return config_workload(path, sequence_tokens=sequence or 4096, microbatch_sequences=size, folder=usual_folder())
 
 
 def _hardware(text: str | None) -> Hardware:

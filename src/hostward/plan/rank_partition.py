@@ -139,14 +139,13 @@ def _part(layer: Layer, parts: Sequence[Parameter], ranks: int) -> Layer:
 
 def required_of(workload: Workload) -> Required:
     """Build the memory model of a workload and of other workloads with the same ranks."""
-    models = [MemoryModel(workload)]
+    models: dict[bool, MemoryModel] = {}
+    """Of that workload, and of the one that was asked for last: many choices are, one after the other."""
 
     def needs(asked: Workload, choice: Choice) -> Needs:
-        model = next((known for known in models if known.workload is asked), None)
-        if model is None:
-            # Of another workload, such as one of shorter sequences, many choices are asked one after the other.
-            model = MemoryModel(asked)
-            models[1:] = [model]
-        return model.required(choice)
+        own = asked is workload
+        if own not in models or models[own].workload is not asked:
+            models[own] = MemoryModel(asked)
+        return models[own].required(choice)
 
     return needs
