@@ -56,8 +56,9 @@ SHAPES = {
 @dataclass(frozen=True)
 class RowOptions:
     """How hostward is set up for a row: share of the state that leaves the device, share of that which is streamed,
-    whether the layers' weights and inputs leave as well, format of the state, whether the norm is clipped, bytes of GPU
-    staging buffers and threads of the host step (None: hostward's own choice).
+    whether the layers' weights and inputs leave as well, format of the state, whether the norm is clipped, share of the
+    host's steps that are made in backward, bytes of GPU staging buffers and threads of the host step (None: hostward's
+    own choice).
     """
 
     fraction: float
@@ -67,6 +68,7 @@ class RowOptions:
     inputs: bool
     state: Mapping[str, torch.dtype] | None
     clipped: bool
+    early: float
     staging_bytes: int | None
     threads: int | None
 
@@ -81,7 +83,7 @@ STATES: dict[str, dict[str, torch.dtype]] = {
 _ROW = re.compile(
     r"(?P<serial>serial-)?(?:(?P<kind>host|streamed|auto|mix(?P<share>[\d.]+)):)?(?P<fraction>[\d.]+)"
     rf"(?:\+(?P<state>{'|'.join(STATES)}))?(?P<weights>\+weights)?(?P<inputs>\+inputs)?(?P<unclipped>\+unclipped)?"
-    r"(?:\+staging(?P<staging>[\d.]+)GiB)?(?:@(?P<threads>\d+))?"
+    r"(?P<early>\+early(?P<early_share>[\d.]+)?)?(?:\+staging(?P<staging>[\d.]+)GiB)?(?:@(?P<threads>\d+))?"
 )
 
 
@@ -93,7 +95,8 @@ def row_options(text: str) -> RowOptions | None:
     if match is None or (match["kind"] is None and float(match["fraction"]) != 0):
         raise ValueError(
             f"{text!r} is no row: torch, forward-backward, 0, host:F, streamed:F, auto:F, mixS:F, serial-.., "
-            f"..+{', ..+'.join(STATES)}, ..+weights, ..+inputs, ..+unclipped, ..+stagingNGiB, ..@THREADS"
+            f"..+{', ..+'.join(STATES)}, ..+weights, ..+inputs, ..+unclipped, ..+early, ..+earlyF, "
+            f"..+stagingNGiB, ..@THREADS"
         )
     named: dict[str | None, float | str] = {None: 0.0, "host": 0.0, "streamed": 1.0, "auto": "auto"}
     streamed = float(match["share"]) if match["share"] else named[match["kind"]]
@@ -105,6 +108,7 @@ def row_options(text: str) -> RowOptions | None:
         inputs=match["inputs"] is not None,
         state=STATES[match["state"]] if match["state"] else None,
         clipped=match["unclipped"] is None,
+        early=float(match["early_share"] or 1) if match["early"] else 0.0,
         staging_bytes=int(float(match["staging"]) * (1 << 30)) if match["staging"] else None,
         threads=int(match["threads"]) if match["threads"] else None,
     )
@@ -238,6 +242,7 @@ class Hostward:
             offload_fraction=options.fraction,
             streamed_fraction=options.streamed,
             overlap=options.overlap,
+            step_early=options.early,
             host_threads=options.threads,
             staging_bytes=options.staging_bytes,
             state_dtypes=options.state,
@@ -417,6 +422,7 @@ def hostward_facts(run: Run, contender: Hostward) -> dict[str, Any]:
         "backend": dict(optimizer.backend.describe()),
         "rates": rates_of(optimizer),
         "staging_buffers": optimizer._executor._slots.count,
+        "last_norm": optimizer.grad_norm,  # above MAX_NORM: that step was clipped, so none of it was stepped early
         **({**enqueued(run, optimizer), "trace": traced(run, contender)} if run.job.traced else {}),
     }
 

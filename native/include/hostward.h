@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#define HOSTWARD_ABI_VERSION 9
+#define HOSTWARD_ABI_VERSION 10
 
 #if defined(__GNUC__)
 #define HOSTWARD_API __attribute__((visibility("default")))
@@ -57,11 +57,29 @@ typedef struct {
   const void* grad; /* first element of this range */
   void* weight;     /* first element of this range */
   int64_t* count;   /* finished steps of this range; no two ranges of a task share one */
+  void* weight_out; /* as `weight`, in the other set; null where the task has no other set */
+  int64_t* count_out;
 } hostward_range;
 
 typedef struct {
   double lr, weight_decay, beta1, beta2, eps;
 } hostward_hyper;
+
+/* What a guess was made with. */
+typedef struct {
+  int32_t made; /* 1: the other set holds the step that `scale` and `hyper` make of the gradients */
+  float scale;
+  hostward_hyper hyper;
+} hostward_guess;
+
+enum hostward_role {
+  HOSTWARD_ROLE_STEP = 0,   /* one step; if there is an other set, it is written there, and the task's own stays */
+  HOSTWARD_ROLE_GUESS = 1,  /* before `scale` and `skip` of the step are known: they hold those of the step before. The
+                             * step is made in the other set as if it did not clip, if the one before did not, and
+                             * recorded in `guess` */
+  HOSTWARD_ROLE_CONFIRM = 2 /* the step of a guess: nothing is done if `guess` was made with its scale and hyper. Either
+                             * way the other set holds the step afterwards; with `skip` a copy of the task's own */
+};
 
 /* One AdamW step over disjoint ranges. The memory at every pointer is read when the task runs. */
 typedef struct {
@@ -69,7 +87,7 @@ typedef struct {
   int32_t master_kind;                     /* hostward_master_kind */
   int32_t threads, isa;                    /* at most this many threads, the calling one included; hostward_isa */
   int32_t exp_avg_dtype, exp_avg_sq_dtype; /* hostward_moment */
-  int32_t reserved;
+  int32_t role;                            /* hostward_role */
   void* exp_avg;
   void* exp_avg_sq;
   uint8_t* exp_avg_scale;    /* HOSTWARD_MOMENT_FP8 only: a byte per block, that of element i at i / 128 */
@@ -85,9 +103,16 @@ typedef struct {
   const float* scale;         /* factor of every gradient; null means 1 */
   const int32_t* skip;        /* non-zero: write nothing, advance no count; null means 0 */
   int32_t* error;             /* first non-zero code stays; may be null */
+  void* exp_avg_out;          /* the other set, which overlaps nothing else: all null, or all that the task's own has */
+  void* exp_avg_sq_out;
+  uint8_t* exp_avg_scale_out;
+  uint8_t* exp_avg_sq_scale_out;
+  int16_t* remainder_out;
+  float* master_out;
+  hostward_guess* guess; /* HOSTWARD_ROLE_GUESS and HOSTWARD_ROLE_CONFIRM only, which need an other set */
 } hostward_adamw_task;
 
-/* Runs the task. On an error nothing has been written except task->error. */
+/* Runs the task. On an error nothing has been written except task->error and task->guess->made. */
 HOSTWARD_API int hostward_adamw_step(const hostward_adamw_task* task);
 
 /* The same with the signature of a CUDA host function; `task` is a hostward_adamw_task. */

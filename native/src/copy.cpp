@@ -2,10 +2,6 @@
 // so stores bypass the caches, and a cache line that is written in full is not read from memory first.
 #include <algorithm>
 
-#if defined(__x86_64__)
-#include <emmintrin.h>
-#endif
-
 #include "hostward.h"
 #include "kernels.h"
 #include "parallel.h"
@@ -23,13 +19,6 @@ void join(const Kernels& kernels, const char* high, const int16_t* low, char* in
     kernels.join(high + 2 * i, low + i, masters, count);
     kernels.stream(into + 4 * i, reinterpret_cast<const char*>(masters), 4 * count);
   }
-}
-
-// Other threads see stores that bypass the caches only after this fence.
-void finish_copies() {
-#if defined(__x86_64__)
-  _mm_sfence();
-#endif
 }
 
 int64_t piece_count(const hostward_copy_range& range) { return (range.bytes + kPieceBytes - 1) / kPieceBytes; }
@@ -67,7 +56,7 @@ int hostward_copy(const hostward_copy_range* ranges, int64_t n_ranges, int32_t t
         copy_piece(*kernels, range, from * kPieceBytes);
       });
     }
-    finish_copies();
+    finish_streams();
   });
   return HOSTWARD_OK;
 }

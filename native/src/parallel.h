@@ -39,6 +39,13 @@ class DefaultFloatEnvironment {
   DefaultFloatEnvironment& operator=(const DefaultFloatEnvironment&) = delete;
 };
 
+// Other threads see stores that bypass the caches (Kernels::stream) only after this fence.
+inline void finish_streams() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
 constexpr int kMaxThreads = 256;
 
 // Hands out the numbers of pieces, each once, in rising order within a thread.

@@ -49,33 +49,44 @@ struct State {
   }
 };
 
-// `moment`: hostward_moment of both moments.
-State step(int32_t isa, int32_t threads, int32_t moment) {
-  State state(moment);
+// The arrays of `task` that are in one of its sets.
+void use(State* own, hostward_adamw_task* task) {
+  task->exp_avg = own->exp_avg.data();
+  task->exp_avg_sq = own->exp_avg_sq.data();
+  task->exp_avg_scale = own->exp_avg_scale.data();
+  task->exp_avg_sq_scale = own->exp_avg_sq_scale.data();
+  task->remainder = own->remainder.data();
+}
+
+void write_to(State* other, hostward_guess* guess, hostward_adamw_task* task) {
+  task->exp_avg_out = other->exp_avg.data();
+  task->exp_avg_sq_out = other->exp_avg_sq.data();
+  task->exp_avg_scale_out = other->exp_avg_scale.data();
+  task->exp_avg_sq_scale_out = other->exp_avg_sq_scale.data();
+  task->remainder_out = other->remainder.data();
+  task->guess = guess;
+}
+
+// `moment`: hostward_moment of both moments. `guessed`: each step goes from one set of the state to another, after a
+// guess that was wrong.
+State step(int32_t isa, int32_t threads, int32_t moment, bool guessed = false) {
+  State state(moment), other(moment);
   const bool blocks = moment == HOSTWARD_MOMENT_FP8;  // ranges begin where blocks do
   const int64_t edges[4] = {0, blocks ? 128 : 7, blocks ? 70016 : 70001, kElements};
   hostward_range ranges[3];
-  for (int i = 0; i < 3; ++i) {
-    ranges[i] = {edges[i], edges[i + 1] - edges[i], state.grad.data() + edges[i], state.weight.data() + edges[i],
-                 &state.counts[static_cast<size_t>(i)]};
-  }
   const hostward_hyper hyper = {1e-3, 0.1, 0.9, 0.95, 1e-8};
   const double bc1[4] = {1.0, 1.0 - 0.9, 1.0 - 0.81, 1.0 - 0.729};
   const double inv_sqrt_bc2[4] = {1.0, 4.47, 3.2, 2.6};
-  const float scale = 0.5f;
+  const float scale = 0.5f, one = 1.0f;
   const int32_t skip = 0;
   int32_t error = 0;
+  hostward_guess guess = {};
   hostward_adamw_task task = {};
   task.grad_dtype = task.weight_dtype = HOSTWARD_BF16;
   task.master_kind = HOSTWARD_MASTER_SPLIT;
   task.threads = threads;
   task.isa = isa;
   task.exp_avg_dtype = task.exp_avg_sq_dtype = moment;
-  task.exp_avg = state.exp_avg.data();
-  task.exp_avg_sq = state.exp_avg_sq.data();
-  task.exp_avg_scale = state.exp_avg_scale.data();
-  task.exp_avg_sq_scale = state.exp_avg_sq_scale.data();
-  task.remainder = state.remainder.data();
   task.ranges = ranges;
   task.n_ranges = 3;
   task.hyper = &hyper;
@@ -85,7 +96,27 @@ State step(int32_t isa, int32_t threads, int32_t moment) {
   task.scale = &scale;
   task.skip = &skip;
   task.error = &error;
-  for (int i = 0; i < 3; ++i) expect(hostward_adamw_step(&task) == HOSTWARD_OK, "step");
+  for (int turn = 0; turn < 3; ++turn) {
+    State& own = guessed && turn % 2 == 1 ? other : state;
+    State& out = &own == &state ? other : state;
+    use(&own, &task);
+    for (int i = 0; i < 3; ++i) {
+      const int64_t first = edges[i];
+      const size_t at = static_cast<size_t>(i);
+      ranges[i] = {first,           edges[i + 1] - first,      own.grad.data() + first, own.weight.data() + first,
+                   &own.counts[at], out.weight.data() + first, &out.counts[at]};
+    }
+    if (guessed) {
+      write_to(&out, &guess, &task);
+      task.role = HOSTWARD_ROLE_GUESS;
+      task.scale = &one;
+      expect(hostward_adamw_step(&task) == HOSTWARD_OK && guess.made == 1, "guess");
+      task.role = HOSTWARD_ROLE_CONFIRM;
+      task.scale = &scale;
+    }
+    expect(hostward_adamw_step(&task) == HOSTWARD_OK, "step");
+  }
+  if (guessed) return other;
   hostward_adamw_host_function(&task);
   expect(error == HOSTWARD_ERROR_TABLE, "a step past the tables is an error");
   return state;
@@ -315,6 +346,7 @@ int main() {
     for (int32_t threads = 1; threads <= 8; ++threads) {
       for (const int32_t moment : {HOSTWARD_MOMENT_FP32, HOSTWARD_MOMENT_BF16, HOSTWARD_MOMENT_FP8}) {
         expect(step(isa, threads, moment) == expected[moment], "every instruction set and thread count agree");
+        expect(step(isa, threads, moment, true) == expected[moment], "so do steps between two sets");
       }
       expect(norm(isa, threads) == expected_norm, "norms agree");
       expect(accumulated(isa, threads) == expected_sums, "sums agree");

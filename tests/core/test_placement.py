@@ -17,7 +17,14 @@ from hypothesis import given
 
 from hostward.core.host_limits import Rates
 from hostward.core.inventory import Bucket, Dtype, MasterKind, Range, state_bytes_per_element
-from hostward.core.placement import Placement, checked_fraction, place_fraction, streamed_share, summed_on_host
+from hostward.core.placement import (
+    Placement,
+    checked_fraction,
+    place_fraction,
+    stepped_early,
+    streamed_share,
+    summed_on_host,
+)
 from hostward.errors import ConfigError
 
 kinds = st.sampled_from(
@@ -152,6 +159,22 @@ def test_t15_minus_zero_is_zero() -> None:
 def test_t15_place_fraction_refuses_what_checked_fraction_refuses() -> None:
     with pytest.raises(ConfigError, match="offload_fraction must be"):
         place_fraction([], float("nan"))
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.sampled_from(Placement)), max_size=7), st.floats(0, 1))
+def test_the_last_host_buckets_are_stepped_early(rows: list[tuple[int, Placement]], share: float) -> None:
+    buckets = [
+        Bucket(i, "layer", Dtype.BF16, 0, MasterKind.SPLIT, (Range("w", 0, 4096 * size),))
+        for i, (size, _) in enumerate(rows)
+    ]
+    found = stepped_early(buckets, [placement for _, placement in rows], share)
+    on_host = [b for b, (_, placement) in enumerate(rows) if placement is Placement.HOST]
+    assert sorted(found) == on_host[len(on_host) - len(found) :]
+    total = sum(rows[b][0] for b in on_host)
+    away = abs(sum(rows[b][0] for b in found) - share * total)
+    assert away <= max((rows[b][0] for b in on_host), default=0) / 2
+    assert stepped_early(buckets, [placement for _, placement in rows], 1.0) == frozenset(on_host)
+    assert stepped_early(buckets, [placement for _, placement in rows], 0.0) == frozenset()
 
 
 @given(

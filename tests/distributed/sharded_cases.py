@@ -265,6 +265,7 @@ def train(
     to_host = optimizer.backend.ledger.copied_bytes[Lane.D2H]
     found = {"bits": snapshot(model, optimizer), "told": told, "placements": placements}
     found |= {"moved_bytes": moved, "to_host_bytes": to_host, "numel": optimizer.inventory.numel}
+    found |= {"exchanged": [state.turn for state in optimizer._states if state.twin is not None]}
     return found | {"away": None if away is None else asdict(away)}
 
 

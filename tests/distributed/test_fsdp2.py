@@ -69,6 +69,19 @@ def test_every_way_to_train_gives_the_same_bits(pair: World, world: World, on_de
     assert_same_bits(trained(ranks, "mixed", order="late", **options), on_device(ranks, **options))
 
 
+@pytest.mark.parametrize(("max_norm", "clipping"), [(1e9, {False}), (1.2, {True, False}), (0.05, {True})])
+def test_steps_that_are_guessed_in_backward_give_the_same_bits(
+    pair: World, on_device: Any, max_norm: float, clipping: set[bool]
+) -> None:
+    options = {"steps": 5, "max_grad_norm": max_norm, "network": {"dtype": "bf16"}}
+    expected = on_device(pair, **options)
+    assert {float.fromhex(norm) > max_norm for norm, _ in expected[0]["told"][:5]} == clipping
+    for mix, order in (("host", "late"), ("mixed", "random")):
+        found = trained(pair, mix, order=order, step_early=True, **options)
+        assert_same_bits(found, expected)
+        assert all(rank["exchanged"] and all(rank["exchanged"]) for rank in found)
+
+
 @pytest.mark.parametrize("mix", ["mixed", "halves"])
 def test_gradients_that_stay_keep_none_that_have_left(pair: World, mix: str) -> None:
     """FSDP2 reduces the gradients of a block into one memory: those of which some leave are copied out of it."""

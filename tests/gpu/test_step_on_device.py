@@ -33,6 +33,7 @@ MIXES = {
 SLEEP_CYCLES = int(2e7)
 CLOCKS_S = 1e-3
 """By which two clocks may differ here; it is some microseconds."""
+EARLY = ("early", "early, sleeping lanes")
 SUMMED = ("summed on the host", "summed, sums at the step", "summed, sleeping lanes")
 
 
@@ -114,7 +115,7 @@ def reference(request: pytest.FixtureRequest) -> tuple[torch.dtype, Any]:
 @pytest.mark.parametrize(
     ("reference", "way"),
     [
-        *((torch.bfloat16, w) for w in ("context", "at the step", "serial", "t30 t31 sleeping lanes", *SUMMED)),
+        *((torch.bfloat16, w) for w in ("context", "at the step", "serial", "t30 t31 sleeping lanes", *EARLY, *SUMMED)),
         (torch.float32, "context"),  # the order of operations does not depend on the dtype
     ],
     ids=str,
@@ -126,6 +127,8 @@ def test_t28_every_mix_gives_the_same_bits(reference: tuple[torch.dtype, Any], m
     options: dict[str, Any] = {**MIXES[mix], "context": "at the step" not in way, "sleep": "sleeping" in way}
     if way in SUMMED:
         options["gradients"] = "host"
+    if way in EARLY:
+        options["step_early"] = True
     if way == "serial":
         options["overlap"] = False
     found, found_norms = trained(dtype, **options)

@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 
 from hostward.kernels import reference
-from hostward.kernels.cpu.adamw import AdamWRange, AdamWTask, adamw_step, bias_tables, hyper_array
+from hostward.kernels.cpu.adamw import (
+    GUESS_WORDS,
+    AdamWRange,
+    AdamWTask,
+    OtherSet,
+    Role,
+    adamw_step,
+    bias_tables,
+    hyper_array,
+)
 from hostward.kernels.cpu.library import Isa, load
 
 Array = Any
@@ -213,3 +222,63 @@ def run_step(case: Case, **options: Any) -> NativeRun:
     run = native_run(case, **options)
     adamw_step(run.task)
     return run
+
+
+STATE = ("exp_avg", "exp_avg_sq", "remainder", "master")
+
+
+@dataclass
+class TwoSets:
+    """A case with a second set of its state, in guarded memory, and tasks between the two.
+
+    `scale` and `skip` are what tasks read when they run.
+    """
+
+    own: NativeRun
+    other: NativeRun
+    scale: Array
+    skip: Array
+    guess: Array
+
+    def task(self, role: Role, *, hyper: reference.Hyper = HYPER, threads: int = 1, isa: Isa = Isa.BEST) -> AdamWTask:
+        own, other = self.own, self.other
+        state, out = ({n: o[n].values for n in STATE if n in o} for o in (own.operands, other.operands))
+        ranges, start = [], 0
+        for i, length in enumerate(r.length for r in own.task._ranges):
+            span = slice(start, start + length)
+            grad, weight = own.operands["grad"].values[span], own.operands["weight"].values[span]
+            counts = own.counts[i : i + 1], other.counts[i : i + 1]
+            out_weight = other.operands["weight"].values[span]
+            ranges.append(AdamWRange(start, length, grad, weight, counts[0], out_weight, counts[1]))
+            start += length
+        out = {name: out.get(name) for name in STATE}
+        numbers = hyper_array(hyper.lr, hyper.weight_decay, hyper.beta1, hyper.beta2, hyper.eps)
+        return AdamWTask(
+            ranges,
+            hyper=numbers,
+            tables=TABLES,
+            isa=isa,
+            threads=threads,
+            scale=self.scale,
+            skip=self.skip,
+            role=role,
+            other=OtherSet(guess=self.guess, **out),
+            **state,
+        )
+
+    def run(self, role: Role, **options: Any) -> None:
+        adamw_step(self.task(role, **options))
+
+
+def two_sets(case: Case, *, cuts: tuple[int, ...] = (), count: int = 0, shifts: tuple[int, ...] = (0,) * 5) -> TwoSets:
+    """The state of `case`, and a second set full of other values."""
+    own = native_run(case, isa=Isa.BEST, cuts=cuts, count=count, shifts=shifts)
+    other = native_run(case, isa=Isa.BEST, cuts=cuts, count=99, shifts=shifts[::-1])
+    n = case.master.size
+    for name in (*STATE, "weight"):
+        if name in other.operands:
+            values = other.operands[name].values
+            values[:n].view(np.uint8)[:] = 0xA5
+            values[values.size // 129 * 128 if values.dtype == np.uint8 else n :] = 0xA5  # scales, after padding
+    one = np.ones(1, dtype=np.float32)
+    return TwoSets(own, other, one, np.zeros(1, dtype=np.int32), np.zeros(GUESS_WORDS, dtype=np.int64))

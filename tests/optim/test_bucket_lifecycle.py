@@ -1,6 +1,8 @@
 """Each legal way through the life of a bucket and of a layer's weights; every other transition raises OrderingError.
 
-Seen red: each check of a phase left out in turn; `last_ranges` not kept; streams of returned memory not cleared.
+Seen red: each check of a phase left out in turn; `last_ranges` not kept; streams of returned memory not cleared; a
+guess kept after each of the transitions that end it, made with a part of the gradients, at the step, or without being
+asked for.
 """
 
 from __future__ import annotations
@@ -141,6 +143,50 @@ def test_ranges_that_were_sent_stay_so_when_another_is_retracted() -> None:
     assert (made.phase, made.ranges, made.unsent) == (BucketPhase.ACCUMULATING, {0}, set())
     made.retract(0)
     assert made.phase is BucketPhase.IDLE
+
+
+ENDS: dict[str, Callable[[BucketStep], object]] = {
+    "retract": lambda b: b.retract(0),
+    "state changed": lambda b: b.drop_guess(),
+    "discard": lambda b: b.discard(),
+    "abort": lambda b: b.abort(),
+    "stepped": lambda b: (b.released(), b.stepped()),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_guess_counts_until_what_it_was_made_of_changes(end: str) -> None:
+    made = BucketStep(0, Placement.HOST, 2, guesses=True)
+    made.accept(0, HERE)
+    assert not made.can_guess
+    made.accept(1, HERE)
+    assert made.can_guess
+    assert not made.guessed
+    made.sent()
+    assert made.guessed
+    ENDS[end](made)
+    assert not made.guessed
+
+
+def test_no_guess_is_made_at_the_step() -> None:
+    made = BucketStep(0, Placement.HOST, 2, guesses=True)
+    for late in (True, False):
+        made.late = late
+        made.accept_all(HERE)
+        made.sent()
+        assert made.guessed is not late
+        made.discard()
+        assert not made.late
+
+
+def test_no_guess_is_made_with_a_part_of_the_gradients_or_unless_asked() -> None:
+    part, never = BucketStep(0, Placement.HOST, 2, guesses=True), BucketStep(0, Placement.HOST, 2)
+    part.accept(0, HERE)
+    part.sent()
+    never.accept_all(HERE)
+    never.sent()
+    assert not part.guessed
+    assert not never.guessed
 
 
 def test_totals_and_their_partial_sums_are_told_apart() -> None:

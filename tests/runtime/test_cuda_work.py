@@ -14,6 +14,7 @@ import ctypes
 import functools
 import itertools
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,9 +24,20 @@ from hypothesis import given, strategies as st
 
 from hostward.core.inventory import MasterKind
 from hostward.errors import DeviceError
-from hostward.kernels.cpu.adamw import bias_tables
+from hostward.kernels.cpu.adamw import GUESS_WORDS, Role, bias_tables
 from hostward.kernels.cpu.library import AccumulateTaskStruct, ClockedCall, Task, load
-from hostward.runtime.backend import RING, AdamWOperands, BoundRange, Buffer, Constants, Event, Hyper, Scalars, Tier
+from hostward.runtime.backend import (
+    RING,
+    AdamWOperands,
+    BoundRange,
+    Buffer,
+    Constants,
+    Event,
+    Hyper,
+    Scalars,
+    SecondSet,
+    Tier,
+)
 from hostward.runtime.cuda.backend import CudaBackend
 from hostward.runtime.cuda.commands import Command, NativeCall, Verb
 from hostward.runtime.cuda.streams import INDEX, PIECE_BYTES, SECOND, copy_commands
@@ -373,6 +385,37 @@ def test_every_pending_host_step_has_hyper_parameters_of_its_own() -> None:
     operands.constants.tables = bias_tables(0.5, 0.25, 20)
     work.issue()
     assert context.calls()[0][3] not in tasks
+
+
+def test_a_guess_and_its_confirmation_have_hyper_parameters_of_their_own_and_run_as_host_functions() -> None:
+    """The guess is enqueued with those of its time, and confirmed with those of the step."""
+    context, (operands, scalars) = FakeContext(), host_operands()
+
+    def buffer(n: int, dtype: torch.dtype = torch.float32) -> Buffer:
+        return Buffer(Tier.HOST, torch.zeros(n, dtype=dtype), "x")
+
+    record = buffer(GUESS_WORDS, torch.int64)
+    weight, count = buffer(2), buffer(1, torch.int64)
+    ranges = [replace(r, weight_out=weight, count_out=count) for r in operands.ranges]
+    exp_avg, exp_avg_sq = buffer(2), buffer(2)
+    tasks = []
+    for role, lr in ((Role.GUESS, 1.0), (Role.CONFIRM, 3.0)):
+        second = SecondSet(exp_avg, exp_avg_sq, None, record, role)
+        work = HostWork(context, "step", replace(operands, ranges=ranges, second=second), scalars, [], context.event())  # type: ignore[arg-type]
+        operands.constants.hyper = Hyper(lr, 2.0, 0.5, 0.25, 5.0)
+        work.issue()
+        tasks.append(context.calls()[0])
+    before = [tensor.clone() for tensor in (operands.exp_avg.data, operands.ranges[0].weight.data)]
+    weights = []
+    for scale, (_, _, function, argument) in zip((1.0, 0.5), tasks, strict=True):
+        scalars.scale.data.fill_(scale)
+        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)(argument)
+        weights.append(weight.data.clone())
+    assert not torch.equal(*weights)
+    assert count.data.tolist() == [1]
+    assert operands.ranges[0].count.data.tolist() == [0]
+    assert all(map(torch.equal, before, (operands.exp_avg.data, operands.ranges[0].weight.data)))
+    assert not any(int(error[0]) for error in context.errors)
 
 
 def test_every_pending_turn_has_a_task_of_its_own_over_the_same_operands() -> None:

@@ -27,7 +27,10 @@ def shapes(draw: st.DrawFn, *, buckets: int = 5, absent: bool = True) -> StepSha
     on_host = [b for b, p in enumerate(placements) if p is H]
     summed = draw(st.frozensets(st.sampled_from(on_host))) if on_host and overlap else frozenset()
     ahead = draw(st.none() | st.integers(1, slots)) if slots else None
-    return StepShape(placements, layers, without, slots, ahead, draw(st.booleans()), overlap, summed)
+    can = [b for b in on_host if b not in summed]
+    guessed = draw(st.frozensets(st.sampled_from(can))) if can and overlap else frozenset()
+    transient = draw(st.booleans())
+    return StepShape(placements, layers, without, slots, ahead, transient, overlap, summed, guessed=guessed)
 
 
 def absent_sets(n: int) -> st.SearchStrategy[frozenset[int]]:
@@ -43,7 +46,8 @@ def waits_of(schedule: Schedule) -> list[tuple[str, str]]:
 def as_reached(whole: Schedule, schedule: Schedule, random: Random) -> list[Op]:
     """The operations of one turn as training issues them: gradient points in any order, a release after its gradient,
     the slots one by one at any time before the step and back at any time after it, and use points in any order, each
-    behind its own upload point. Gradient points of summed buckets come in up to three microbatches, at least once.
+    behind its own upload point. Gradient points of summed and of guessed buckets come in up to three microbatches, at
+    least once.
 
     `whole` is the schedule of a turn in which every bucket has a gradient: until the step nobody knows which will not,
     so what is issued before it comes from there.
@@ -52,7 +56,7 @@ def as_reached(whole: Schedule, schedule: Schedule, random: Random) -> list[Op]:
     # A point that only the model reaches, or none: with overlap off everything of ours is in the step.
     order: list[str] = []
     every = sorted(p for p in points if p.startswith("gradient/"))
-    added = [p for p in every if any(op.kind is Kind.ADD for op in points[p])]
+    added = [p for p in every if any(op.kind in (Kind.ADD, Kind.GUESS) for op in points[p])]
     for microbatch in range(random.choice([1, 1, 2, 3]) if added else 1, 0, -1):
         within = random.sample(added, k=random.randint(0, len(added))) if microbatch > 1 else every
         again = [p for p in within if p not in order or random.random() < 0.7]

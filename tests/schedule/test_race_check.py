@@ -86,6 +86,15 @@ SHAPES = {
     "fetched, summed": StepShape(
         (H,) * 4, tuple("abcd"), accumulated_on_host=frozenset(range(4)), prefetched=frozenset((0, 2))
     ),
+    "guessed": StepShape((H,) * 4, tuple("aabc"), guessed=frozenset(range(4))),
+    "guessed in part": StepShape(
+        (H, D, H, S, H, H),
+        tuple("aabbcc"),
+        staging_buffers=1,
+        guessed=frozenset((0, 4)),
+        accumulated_on_host=frozenset((2,)),
+    ),
+    "guessed, fetched": StepShape((H,) * 4, tuple("abcd"), guessed=frozenset((0, 3)), prefetched=frozenset((1,))),
     "fetched, mixed": StepShape((H, H, D, S), tuple("abcd"), staging_buffers=1, prefetched=frozenset((0,))),
 }
 IMPLIED = {
@@ -148,6 +157,16 @@ def same_order_of_memory(a: Schedule, b: Schedule) -> bool:
         first[earlier].precedes(first[later]) == second[earlier].precedes(second[later])
         for earlier, later in itertools.combinations(touching, 2)
     )
+
+
+def test_scalars_are_not_fetched_while_a_guess_of_a_bucket_without_a_gradient_reads_them() -> None:
+    """Its gradient was taken back after the guess."""
+    shape = StepShape((H, H), tuple("ab"), guessed=frozenset((0,)))
+    whole, without = lower(shape), lower(replace(shape, absent=frozenset((0,))))
+    taken_back = [*whole.triggers["gradient/0"], *whole.triggers["release/0"]]
+    assert races(in_a_row([whole.ops, [*taken_back, *without.ops], whole.ops])) == []
+    broken = without.without_wait("fetch", "guessed")
+    assert {r.operand for r in races(in_a_row([whole.ops, [*taken_back, *broken.ops]]))} == {"scalars.host"}
 
 
 def test_a_wait_for_the_turn_before_stands_for_the_newest_issue() -> None:

@@ -64,6 +64,7 @@ def test_random_orders_give_the_bits_of_no_offloading(first: int) -> None:
             "overlap": draw.random() < 0.9,
         }
         options["gradients"] = "host" if options["overlap"] and draw.random() < 0.4 else "device"
+        options["step_early"] = options["overlap"] and options["gradients"] == "device" and draw.random() < 0.5
         on = simulated(Order(seed=seed, late=late))
         found = train(MIXES[name], on, dtype=dtype, microbatches=microbatches, **options)
         assert differing(found, base(dtype, microbatches)) == [], (seed, name, dtype, microbatches, late, options)
@@ -77,13 +78,14 @@ def test_h9_each_lane_as_late_as_can_be(mix: str, late: frozenset[Lane]) -> None
     """The four ways of taking gradients in turn, so that each meets every lane and every mix."""
     turn = list(MIXES).index(mix) + (list(Lane).index(*late) if late else len(Lane))
     options = {"context": turn % 2 == 0, "norms": False, "gradients": ("device", "host")[turn // 2 % 2]}
-    found = train(MIXES[mix], simulated(Order(late=late)), microbatches=4, **options)  # type: ignore[arg-type]
-    assert differing(found, base(torch.bfloat16, 4)) == []
+    for more in ({}, {"gradients": "device", "step_early": True}):
+        found = train(MIXES[mix], simulated(Order(late=late)), microbatches=4, **(options | more))  # type: ignore[arg-type]
+        assert differing(found, base(torch.bfloat16, 4)) == []
 
 
 @pytest.mark.parametrize("mix", MIXES)
 def test_an_eager_order_and_a_serial_schedule_give_the_same_bits(mix: str) -> None:
-    for options in ({}, {"context": False}, {"overlap": False}):
+    for options in ({}, {"context": False}, {"overlap": False}, {"step_early": True}):
         found = train(MIXES[mix], simulated(Order(eager=True)), microbatches=4, **options)  # type: ignore[arg-type]
         assert differing(found, base(torch.bfloat16, 4)) == []
 
@@ -91,10 +93,19 @@ def test_an_eager_order_and_a_serial_schedule_give_the_same_bits(mix: str) -> No
 MIX = MIXES["all three"]
 
 
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "device": {"microbatches": 1},
+    "host": {"gradients": "host", "microbatches": 2},
+    "early": {"step_early": True, "microbatches": 1},
+}
+"""What becomes of gradients of host buckets."""
+
+
 @functools.cache
-def the_schedule(gradients: str) -> Schedule:
+def the_schedule(way: str) -> Schedule:
     backend = simulated(Order())
-    optimizer = hostward.AdamW(Net(torch.bfloat16), backend=backend, gradients=gradients, **MIX)  # type: ignore[arg-type]
+    options = {name: value for name, value in WAYS[way].items() if name != "microbatches"}
+    optimizer = hostward.AdamW(Net(torch.bfloat16), backend=backend, **options, **MIX)  # type: ignore[arg-type]
     lanes = {op.lane for op in optimizer.schedule.ops}
     assert lanes == set(Lane)
     return optimizer.schedule
@@ -121,25 +132,25 @@ IMPLIED_HERE = {
         "download",
         "~add",
     ): "between two turns; between microbatches nothing else orders the two",
+    ("download", "~guess"): "between two turns; a gradient that comes again is ordered by nothing else",
 }
 
 
 @pytest.mark.parametrize(
-    ("gradients", "name", "wait"),
-    [(where, *pair) for where in ("device", "host") for pair in waits_of(the_schedule(where))],
+    ("way", "name", "wait"), [(way, *pair) for way in WAYS for pair in waits_of(the_schedule(way))]
 )
 def test_each_wait_deleted_is_reported_or_gives_wrong_bits_or_was_redundant(
-    gradients: str, name: str, wait: str, monkeypatch: pytest.MonkeyPatch
+    way: str, name: str, wait: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The detector sees what the engine does; what forward reads too early shows in the numbers."""
     broken_at(name, wait, monkeypatch)
-    needed = bool(races(repeated(the_schedule(gradients).without_wait(name, wait), 3)))
-    options = {"norms": False, "gradients": gradients, "microbatches": 1 if gradients == "device" else 2}
+    needed = bool(races(repeated(the_schedule(way).without_wait(name, wait), 3)))
+    options = {"norms": False, **WAYS[way]}
     reported = wrong = False
     for order in ORDERS if needed else ORDERS[:3]:
         try:
-            found = train(MIX, simulated(order), **options)  # type: ignore[arg-type]
-            wrong |= differing(found, base(torch.bfloat16, int(options["microbatches"]))) != []
+            found = train(MIX, simulated(order), **options)
+            wrong |= differing(found, base(torch.bfloat16, options["microbatches"])) != []
         except OrderingError:
             reported = True
         if wrong or reported:

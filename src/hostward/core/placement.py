@@ -149,11 +149,13 @@ LARGEST_STREAMED = 1.25
 _SHARE_OF = {
     "offload_fraction": "of optimizer-state bytes that lives on the host",
     "streamed_fraction": "of the state on the host that is streamed through the device for its step",
+    "step_early": "of the state that the CPU steps which it steps during backward",
 }
-_OR = {"offload_fraction": ' or "auto" with device_memory'}
+_OR = {"offload_fraction": ' or "auto" with device_memory', "step_early": " or a bool"}
 _HALF_OF = {
     "offload_fraction": "puts half of the state on the host",
     "streamed_fraction": "streams half of it",
+    "step_early": "steps half of it then",
 }
 
 
@@ -216,6 +218,18 @@ def placements_of(buckets: Sequence[Bucket], fraction: float, streamed_fraction:
         else:
             placements.append(Placement.HOST)
     return placements
+
+
+def stepped_early(buckets: Sequence[Bucket], placements: Sequence[Placement], share: float) -> frozenset[int]:
+    """Return the positions of the host buckets that are stepped during backward: this share of their state bytes.
+
+    They are the last ones in order of use in forward, to within half of one bucket: their gradients come first, and
+    forward needs the weights of the others first, which are stepped in that order once the norm is known.
+    """
+    on_host = [b for b, placement in enumerate(placements) if placement is Placement.HOST]
+    cumulative = [0, *accumulate(buckets[b].state_bytes for b in reversed(on_host))]
+    count = min(range(len(cumulative)), key=lambda k: abs(cumulative[k] - share * cumulative[-1]))
+    return frozenset(on_host[len(on_host) - count :])
 
 
 def summed_on_host(buckets: Sequence[Bucket], placements: Sequence[Placement]) -> frozenset[int]:

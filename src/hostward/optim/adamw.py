@@ -19,7 +19,7 @@ from torch.optim.optimizer import ParamsT
 from hostward.config.arguments import named_options
 from hostward.core.host_limits import Rates
 from hostward.core.inventory import Inventory, StateFormat
-from hostward.core.placement import PlacedBucket, Plan
+from hostward.core.placement import PlacedBucket, Plan, stepped_early
 from hostward.distributed.flat_shards import FlatPart, FlatShards
 from hostward.errors import HostwardError, ModelError, OrderingError
 from hostward.model.deferred_weights import is_away, waits
@@ -62,6 +62,7 @@ from hostward.optim.param_groups import (
     check_members,
     check_variants,
     checked_backend,
+    checked_early,
     checked_form,
     checked_norm,
     checked_scale,
@@ -233,6 +234,12 @@ class AdamW(torch.optim.Optimizer):
             identical, much slower. The state of these buckets is never pinned. A plan may say so too.
         use_torch_optimizer: step the host share with torch.optim.AdamW on fp32 main weights: not bitwise identical, and
             slower.
+        step_early: share of the state with a CPU optimizer step that is stepped during backward, as its gradients land
+            on the host, on the guess that the norm will not clip; True: all of it. The step writes a second set of the
+            state, in as much host memory as moments, main weights and weights of these buckets take (12 bytes per bf16
+            parameter with fp32 moments, 8 with bf16 ones), and is made again from the first where the guess was wrong:
+            bitwise identical. After a step that clipped, none is guessed. Not with `gradients="host"`; weights that are
+            offloaded are stepped after the norm.
         gradients: where gradients of buckets with a CPU optimizer step are accumulated over microbatches; None: as the
             plan says, or "device". "device": in `.grad`, from which they are offloaded in the last backward. "host": in
             float32 on the host, to which they are offloaded in every backward; those of other buckets in `.grad`, in
@@ -309,6 +316,7 @@ class AdamW(torch.optim.Optimizer):
         pin_gradients: bool = True,
         pin_weights: bool = True,
         use_torch_optimizer: bool = False,
+        step_early: float | bool = False,
         gradients: str | None = None,
         grad_dtype: torch.dtype | None = None,
         state_dtypes: Mapping[str, torch.dtype] | None = None,
@@ -337,6 +345,7 @@ class AdamW(torch.optim.Optimizer):
         self._backend, self._use_torch_optimizer = checked_backend(backend), use_torch_optimizer
         self.state_format = checked_form(state_dtypes, use_torch_optimizer)
         self._sums_on_host = sums_on_host(self._mix.gradients, overlap=self._overlap, grad_dtype=grad_dtype)
+        self._step_early = checked_early(step_early, overlap=self._overlap, sums_on_host=self._sums_on_host)
         self._grad_dtype = torch.float32 if self._sums_on_host else grad_dtype
         self._summed: frozenset[int] = frozenset()
         self.tied = checked_tied(tied, stages, sums_on_host=self._sums_on_host)
@@ -350,18 +359,16 @@ class AdamW(torch.optim.Optimizer):
         self._waiting: list[ParamRecord] = []
         """Parameters whose weights hostward.move() has left on the CPU, for attach()."""
         self._watch, self._readers, self._sleeper = WeightWatch([]), Readers(), Sleeper()
-        self._unchanged, self._told_of_writes, self._scaled = True, False, False
+        self._unchanged, self._building, self._told_of_writes, self._scaled = True, True, False, False
         self._memory: Memory
         self._forward_hooks: ForwardHooks | None = None
         self._uncounted, self._by_hooks = checked_uncounted(uncounted, self._stages), checked_waits(waits)
-        self._fenced = fence and self._by_hooks
+        self._fenced, self._borrowed = fence and self._by_hooks, Borrowed.NONE
         self._fence: WeightFence | None = None
-        self._borrowed = Borrowed.NONE
         self._grad_hooks: GradientHooks
         self._sharded: Sharded | None = None
         self._empty_parts: EmptyParts | None = None
         self._executor: StepExecutor
-        self._building = True
         given, module = with_module(params, module)
         self._places = ParamRegistry(module)
         super().__init__(named_groups(given, self._places), defaults)
@@ -436,8 +443,9 @@ class AdamW(torch.optim.Optimizer):
         self.offload_fraction = plan.asked_fraction
         placements = [b.placement for b in plan.buckets]
         grad_dtypes = landing_dtypes(buckets, {t.name: t.parameter for t in new}, self._grad_dtype)
+        early = stepped_early(buckets, placements, self._step_early)
         pinned = self._pin_gradients, self._pin_weights
-        asked = AllocationRequest(buckets, placements, grad_dtypes, self._sums_on_host, *pinned)
+        asked = AllocationRequest(buckets, placements, grad_dtypes, self._sums_on_host, *pinned, early)
         summed = asked.summed
         states = take_states(backend, asked)
         self._tracked += new
@@ -485,6 +493,7 @@ class AdamW(torch.optim.Optimizer):
             asleep=self._sleeper.asleep,
             overlap=self._overlap,
             use_torch_optimizer=self._use_torch_optimizer,
+            groups=self.param_groups,
         )
         self._memory = memory
         self._watch.close()

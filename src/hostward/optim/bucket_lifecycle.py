@@ -69,18 +69,30 @@ class BucketStep:
         ranges: how many the bucket has.
         overlap: its gradients are offloaded during backward if it takes a CPU optimizer step.
         accumulates: its gradients are accumulated on the host, microbatch by microbatch.
+        guesses: its step is guessed when all of its gradients are offloaded.
     """
 
     __slots__ = (
-        "_offloads", "accumulated", "accumulates", "index", "last_ranges", "on_device", "overlap", "phase",
-        "placement", "ranges", "size", "streams", "summed", "unsent",
+        "_offloads", "accumulated", "accumulates", "guessed", "guesses", "index", "last_ranges", "late",
+        "on_device", "overlap", "phase", "placement", "ranges", "size", "streams", "summed", "unsent",
     )  # fmt: skip
 
     def __init__(
-        self, index: int, placement: Placement, ranges: int, *, overlap: bool = True, accumulates: bool = False
+        self,
+        index: int,
+        placement: Placement,
+        ranges: int,
+        *,
+        overlap: bool = True,
+        accumulates: bool = False,
+        guesses: bool = False,
     ) -> None:
         self.index, self.placement, self.size = index, placement, ranges
-        self.overlap, self.accumulates = overlap, accumulates
+        self.overlap, self.accumulates, self.guesses = overlap, accumulates, guesses
+        self.guessed = False
+        """A guess of this step was issued, with the gradients and the state that there are now."""
+        self.late = False
+        """Its gradients are sent at the step, so that a guess gains no time."""
         self._offloads = overlap and placement is Placement.HOST
         self.phase = BucketPhase.IDLE
         self.ranges: set[int] = set()
@@ -105,6 +117,11 @@ class BucketStep:
         Where gradients are accumulated on the host, only gradients of this microbatch count.
         """
         return len(self.unsent if self.accumulates else self.ranges) == self.size
+
+    @property
+    def can_guess(self) -> bool:
+        """Report whether sending it issues a guess of its step: before the step, and with gradients of all ranges."""
+        return self.guesses and not self.late and len(self.ranges) == self.size
 
     def accept(self, index: int, streams: Set[int]) -> None:
         """Record that a range has a gradient, which is memory of one of these streams."""
@@ -137,6 +154,7 @@ class BucketStep:
             raise self._illegal(f"is asked to reload range {index} of a total on the host", "flush it instead")
         self.ranges.discard(index)
         self.unsent.discard(index)
+        self.guessed = False
         self.phase = BucketPhase.ACCUMULATING if self.ranges else BucketPhase.IDLE
 
     def sent(self, *, last: bool = True) -> None:
@@ -150,6 +168,7 @@ class BucketStep:
             self.summed = self.summed | self.unsent if last else self.summed - self.unsent
         if self.overlap:
             self.unsent.clear()
+        self.guessed = self.can_guess
         self.phase = BucketPhase.GRAD_IN_FLIGHT if self._offloads else BucketPhase.GRAD_READY
 
     def released(self) -> None:
@@ -167,6 +186,10 @@ class BucketStep:
         if self.phase not in ((BucketPhase.GRAD_OFFLOADED,) if self.accumulates else SENT):
             raise self._illegal("gets more gradients after it was sent", "send it first, and release what is summed")
         self.phase = BucketPhase.ACCUMULATING
+
+    def drop_guess(self) -> None:
+        """Make the step without the guess, because the state has changed since. Legal in every phase."""
+        self.guessed = False
 
     def return_memory(self) -> set[int]:
         """Forget the device memory of its gradients. Returns the keys of the streams that it goes back to."""
@@ -204,6 +227,7 @@ class BucketStep:
 
     def _clear(self) -> None:
         self.ranges, self.unsent, self.accumulated, self.summed = set(), set(), set(), set()
+        self.guessed = self.late = False
 
     def _illegal(self, what: str, fix: str) -> OrderingError:
         return OrderingError(

@@ -10,6 +10,8 @@ Host buckets also hold
     weight                the weight's dtype: output of the CPU optimizer step and source of the upload; for fp32 the
                           main weight itself
     gradient              landing buffer of this step's gradient, or float32, its sum over the microbatches
+and, where their step is guessed, a second set of all of these but the gradient, and
+    guess                 int64 [6], record of the guess
 """
 
 from __future__ import annotations
@@ -26,11 +28,13 @@ from hostward.core.inventory import FP8_BLOCK, Bucket, Dtype, MasterKind, Range,
 from hostward.core.placement import Placement, summed_on_host
 from hostward.errors import HostwardError, PageLockError
 from hostward.kernels import reference
+from hostward.kernels.cpu.adamw import GUESS_WORDS
 from hostward.runtime.backend import STATE_DTYPES, TORCH_DTYPES, Backend, Buffer, Partials, Scalars, Tier, chunks_of
 from hostward.runtime.pinned_memory import require_host_memory
 from hostward.schedule.optimizer import landing_buffer_bytes
 
 _MASTER_NAN = 0x7FC00000
+_IN_BOTH_SETS = ("exp_avg", "exp_avg_sq", "counts", "low", "weight", "weights")
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +55,19 @@ class BucketState:
     gradient: Buffer | None = None
     weights: list[Buffer] = field(default_factory=list)
     gradients: list[Buffer] = field(default_factory=list)
+    twin: BucketState | None = None
+    """Where the step of this bucket is guessed, the second set; between two steps it holds nothing of use."""
+    guess: Buffer | None = None
+    turn: bool = False
+    """The two sets have been exchanged an odd number of times."""
+
+    def exchange(self) -> None:
+        """Let the second set be the state, because a step has written it. Nothing but the step reads the twin."""
+        for name in _IN_BOTH_SETS:
+            mine, others = getattr(self, name), getattr(self.twin, name)
+            setattr(self, name, others)
+            setattr(self.twin, name, mine)
+        self.turn = not self.turn
 
     @property
     def tier(self) -> Tier:
@@ -96,6 +113,12 @@ def host_bytes(buckets: Sequence[Bucket], placements: Sequence[Placement], gradi
         elif placement is Placement.STREAMED:
             total += b.padded_state_bytes
     return total
+
+
+def twin_bytes(bucket: Bucket) -> int:
+    """Return the host bytes of the second set of a host bucket's state, padding and the record of guesses included."""
+    weights = bucket.offsets[-1] * bucket.dtype.itemsize_bytes
+    return bucket.padded_state_bytes + weights + 8 * (len(bucket.ranges) + GUESS_WORDS)
 
 
 def allocate_states(
@@ -151,6 +174,20 @@ def allocate_states(
             state.weight = weight
             state.weights = range_buffers(state.bucket, weight)
     return done
+
+
+def allocate_twins(
+    backend: Backend, states: Sequence[BucketState], taken: list[Buffer], *, pin_weights: bool = True
+) -> None:
+    """Give these host buckets a second set of their state, zero, also appended to `taken`. Raises MemoryLimitError."""
+    if not states:
+        return
+    buckets, placements = [state.bucket for state in states], [state.placement for state in states]
+    twins = allocate_states(backend, buckets, placements, taken, pin_weights=pin_weights)
+    guesses = backend.allocate(Tier.HOST, [GUESS_WORDS] * len(states), torch.int64, "step counts")
+    taken.extend(guesses)
+    for state, twin, guess in zip(states, twins, guesses, strict=True):
+        state.twin, state.guess = twin, guess
 
 
 def allocate_partials(
@@ -313,7 +350,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 # Memory for the state of new buckets: all of it or none; where pinning failed, the options that need less of it.
 
 
-_CHANGES = ("streamed_fraction=0.0", "pin_gradients=False", "pin_weights=False")
+_CHANGES = ("streamed_fraction=0.0", "pin_gradients=False", "pin_weights=False", "step_early=False")
 _OPTIONS = (
     "no optimizer.offload_mix and no optimizer.offload_optimizer_states, optimizer.pin_cpu_grads=False, "
     "optimizer.pin_cpu_params=False"
@@ -325,7 +362,8 @@ class AllocationRequest:
     """AllocationRequest describes the memory that new buckets need, and what of it is pinned.
 
     It holds the buckets, their placements, the dtypes in which their gradients land on the host, whether gradients are
-    accumulated on the host, and whether gradients and weights there are pinned besides streamed state.
+    accumulated on the host, whether gradients and weights there are pinned besides streamed state, and which host
+    buckets have two sets of their state.
     """
 
     buckets: Sequence[Bucket]
@@ -334,6 +372,7 @@ class AllocationRequest:
     sums: bool
     pin_gradients: bool
     pin_weights: bool
+    twins: frozenset[int] = frozenset()
 
     @property
     def summed(self) -> frozenset[int]:
@@ -342,18 +381,20 @@ class AllocationRequest:
 
     def host_bytes(self) -> int:
         """Return the bytes needed on the host, padding and landing buffers included."""
-        return host_bytes(self.buckets, self.placements, self.gradients) + self._inbox_bytes()
+        found = host_bytes(self.buckets, self.placements, self.gradients) + self._inbox_bytes()
+        return found + sum(twin_bytes(self.buckets[b]) for b in self.twins)
 
     def locked_bytes(self) -> int:
         """Return how many of the host bytes are pinned."""
         found = self._inbox_bytes() if self.pin_gradients else 0
-        for bucket, placement, gradient in zip(self.buckets, self.placements, self.gradients, strict=True):
+        pairs = zip(self.buckets, self.placements, self.gradients, strict=True)
+        for b, (bucket, placement, gradient) in enumerate(pairs):
             per_element = 0
             if placement is Placement.STREAMED:
                 found += bucket.padded_state_bytes
             elif placement is Placement.HOST:
                 per_element = gradient.itemsize * self.pin_gradients
-                per_element += bucket.dtype.itemsize_bytes * self.pin_weights
+                per_element += bucket.dtype.itemsize_bytes * self.pin_weights * (2 if b in self.twins else 1)
             found += bucket.offsets[-1] * per_element
         return found
 
@@ -361,13 +402,14 @@ class AllocationRequest:
         return sum(landing_buffer_bytes([self.buckets[b] for b in self.summed]))
 
     def _changed(self, changes: Sequence[str]) -> AllocationRequest:
-        stepped, gradients, weights = (change in changes for change in _CHANGES)
+        stepped, gradients, weights, once = (change in changes for change in _CHANGES)
         placements = [Placement.HOST if stepped and p.offloaded else p for p in self.placements]
         return replace(
             self,
             placements=placements,
             pin_gradients=self.pin_gradients and not gradients,
             pin_weights=self.pin_weights and not weights,
+            twins=frozenset() if once else self.twins,
         )
 
     def smaller(self) -> dict[str, int]:
@@ -397,6 +439,7 @@ def take_states(backend: Backend, asked: AllocationRequest) -> list[BucketState]
     try:
         with explained(backend, asked):
             states = allocate_states(backend, asked.buckets, asked.placements, taken, pin_weights=asked.pin_weights)
+            allocate_twins(backend, [states[b] for b in sorted(asked.twins)], taken, pin_weights=asked.pin_weights)
             # Landing buffers are allocated now rather than in the first step, where pinning would stall it.
             pairs = zip(states, asked.gradients, strict=True)
             landing = [(s, dtype) for s, dtype in pairs if s.placement is Placement.HOST]

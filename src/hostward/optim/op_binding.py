@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,11 +11,11 @@ import torch
 
 from hostward.core.placement import Placement
 from hostward.errors import ModelError
-from hostward.kernels.cpu.adamw import FloatTable, bias_tables
+from hostward.kernels.cpu.adamw import FloatTable, Role, bias_tables
 from hostward.optim.bucket_lifecycle import BucketStep
 from hostward.optim.bucket_state import BucketState, rounded
 from hostward.optim.host_accumulation import HostGradAccumulator
-from hostward.optim.range_selection import Addition, Choice, PointWorks, Which, which
+from hostward.optim.range_selection import Addition, Choice, PointWorks, Stepping, Which, which
 from hostward.optim.staging_buffers import StagingBuffers
 from hostward.optim.weight_views import ParamViews
 from hostward.runtime.backend import (
@@ -30,6 +30,7 @@ from hostward.runtime.backend import (
     Hyper,
     Partials,
     Scalars,
+    SecondSet,
     Work,
     chunks_of,
     empty_buffer,
@@ -40,6 +41,7 @@ from hostward.schedule.optimizer import StepShape, lower_step
 
 _FIRST_TABLE_LENGTH = 1024
 _KEPT_WORKS = 4096
+_NO_RANGES: frozenset[int] = frozenset()
 _KEPT_CHOICES = 4
 """Choices kept per trigger: microbatches that begin totals, add to them, or make their sums alternate."""
 
@@ -116,6 +118,12 @@ class Bindings:
         bucket = self._buckets[b]
         if which is Which.ALL:
             return bucket.ranges or bucket.last_ranges
+        if which is Which.STEPPED or which is Which.GUESSED:
+            guessed = bucket.guessed if which is Which.STEPPED else bucket.can_guess
+            ranges = bucket.ranges or bucket.last_ranges
+            if self._states[b].twin is None:
+                return ranges
+            return Stepping(ranges if guessed or which is Which.STEPPED else _NO_RANGES, self._states[b].turn, guessed)
         if which is Which.UNSENT:
             return bucket.unsent
         if which is Which.ADDED:
@@ -141,6 +149,8 @@ class Bindings:
         if isinstance(chosen, Addition):
             parts = [(True, chosen.begin), (False, chosen.go_on)]
             return [self.addition(op, ranges, first=first, last=chosen.last) for first, ranges in parts if ranges]
+        if isinstance(chosen, Stepping):
+            return [self.step(op, chosen)] if chosen.ranges else []
         if not chosen and which(op) is Which.WITHOUT_SUMS:
             return []
         return [self.work(op, chosen), *self._kept_fragments(op, chosen)]
@@ -150,7 +160,7 @@ class Bindings:
 
         Elements of totals on the host are copied to the device with the sums.
         """
-        if op.kind is not Kind.PARTIALS or op.lane is Lane.HOST or op.bucket is None or isinstance(chosen, Addition):
+        if op.kind is not Kind.PARTIALS or op.lane is Lane.HOST or op.bucket is None or not isinstance(chosen, Set):
             return []
         parts = [(kept, self.gradients[op.bucket][i], span) for i, kept, span in self._fragments(op.bucket, chosen)]
         name = f"offload/norm/fragments/{self._states[op.bucket].bucket.name}"
@@ -184,6 +194,14 @@ class Bindings:
             found = self._works[key] = self._bind_addition(op, key[1], first, last)
         return found
 
+    def step(self, op: Op, chosen: Stepping) -> Work:
+        """Return the work of an operation that steps a bucket with two sets of its state, or uploads its weights."""
+        key = (op, tuple(sorted(chosen.ranges)), (chosen.turn, chosen.guessed))
+        found = self._works.get(key)
+        if found is None:
+            found = self._works[key] = self._bind(op, key[1], second=chosen.guessed)
+        return found
+
     def forget(self, bucket: int | None = None) -> None:
         """Discard the bound operations of a bucket, or all, because buffers have changed. None of them is pending."""
         kept = {} if bucket is None else {k: work for k, work in self._works.items() if k[0].bucket != bucket}
@@ -198,12 +216,13 @@ class Bindings:
         if max(len(self._works), len(self._points)) > _KEPT_WORKS:
             self.forget()
 
-    def _bind(self, op: Op, chosen: tuple[int, ...]) -> Work:
+    def _bind(self, op: Op, chosen: tuple[int, ...], *, second: bool = False) -> Work:
+        """Return an operation bound to its buffers. `second`: it is of a step that writes the second set of a state."""
         backend, memory = self._backend, self._memory
         waits = [self.events[name] for name in (*op.waits, *op.prior)]
         rest: dict[str, Any] = {"waits": waits, "done": self.events[op.name]}
         if op.bucket is not None:
-            return self._bind_bucket(op, op.bucket, chosen, rest)
+            return self._bind_bucket(op, op.bucket, chosen, rest, second)
         if op.kind is Kind.NORM:
             return backend.norm(memory.partials, memory.device_scalars, self.clipping, across=memory.across, **rest)
         if op.kind is Kind.COPY:
@@ -228,7 +247,7 @@ class Bindings:
             name, totals, landed, first=first, partials=out, waits=waits, done=self.events[op.name]
         )
 
-    def _bind_bucket(self, op: Op, b: int, chosen: tuple[int, ...], rest: Mapping[str, Any]) -> Work:
+    def _bind_bucket(self, op: Op, b: int, chosen: tuple[int, ...], rest: Mapping[str, Any], second: bool) -> Work:
         backend, state = self._backend, self._states[b]
         gradients = [self.gradients[b][i] for i in chosen]
         name = state.bucket.name
@@ -248,18 +267,21 @@ class Bindings:
             landing = op.name.startswith("retire/")
             return backend.retire([state.gradients[i] for i in chosen] if landing else gradients, op.lane, **rest)
         if op.kind is Kind.COPY:
-            return self._bind_copy(op, b, chosen, rest)
+            return self._bind_copy(op, b, chosen, rest, second)
         host = op.lane is Lane.HOST
         targets = [state.weights[i] for i in chosen] if host else [self._targets.weights[b][i] for i in chosen]
         sources = [state.gradients[i] for i in chosen] if host else gradients
         scalars = self._memory.host_scalars if host else self._memory.device_scalars
         operands = self._operands(b, chosen, sources, targets)
-        name = f"offload/{state.placement.value}/adamw/{name}"
+        guesses = op.kind is Kind.GUESS
+        if second:
+            operands = _between_sets(operands, state, chosen, Role.GUESS if guesses else Role.CONFIRM)
+        name = f"offload/{state.placement.value}/{'guess' if guesses else 'adamw'}/{name}"
         if host and self._by_torch:
             return TorchHostStep(backend, name, operands, scalars, rest["done"])
         return backend.adamw(op.lane, name, operands, scalars, **rest)
 
-    def _bind_copy(self, op: Op, b: int, chosen: tuple[int, ...], rest: Mapping[str, Any]) -> Work:
+    def _bind_copy(self, op: Op, b: int, chosen: tuple[int, ...], rest: Mapping[str, Any], second: bool) -> Work:
         state, down = self._states[b], op.lane is Lane.D2H
         if state.placement is Placement.STREAMED:
             what = "state"
@@ -280,7 +302,8 @@ class Bindings:
             chosen = tuple(
                 i for i in chosen if self._targets.weights[b][i].data.numel()
             )  # the others are prefetched later
-            there, here = [self._targets.weights[b][i] for i in chosen], [state.weights[i] for i in chosen]
+            new = state.twin.weights if second and state.twin is not None else state.weights
+            there, here = [self._targets.weights[b][i] for i in chosen], [new[i] for i in chosen]
         pairs = list(zip(here, there, strict=True) if down else zip(there, here, strict=True))
         return self._backend.copy(op.lane, pairs, name=f"offload/{op.lane.value}/{what}/{state.bucket.name}", **rest)
 
@@ -331,8 +354,8 @@ class Bindings:
         """Make the next step look up the step counts again, because they were loaded."""
         self._step_bound = None
 
-    def set_constants(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Set the hyper-parameters of a step that is about to be issued."""
+    def set_constants(self, groups: Sequence[Mapping[str, Any]], *, guess: bool = False) -> None:
+        """Set the hyper-parameters of a step that is about to be issued. `guess`: of guesses, which come before it."""
         # A schedule that changes betas at every step would otherwise leave a table behind at every step.
         betas = {(float(g["betas"][0]), float(g["betas"][1])) for g in groups}
         self._tables = {key: tables for key, tables in self._tables.items() if key in betas}
@@ -340,7 +363,7 @@ class Bindings:
             self._backend.synchronise()
             self._step_bound = max((int(s.counts.data.max().item()) for s in self._states), default=0)
         # An upper bound of all step counts without reading them: they advance by at most one a step.
-        self._step_bound += 1
+        self._step_bound += not guess
         for i, group in enumerate(groups):
             beta1, beta2 = group["betas"]
             hyper = Hyper(
@@ -363,7 +386,19 @@ class Bindings:
 
 
 def _frozen(chosen: Choice) -> Choice:
+    if isinstance(chosen, Stepping):
+        return replace(chosen, ranges=frozenset(chosen.ranges))
     return chosen if isinstance(chosen, Addition) else frozenset(chosen)
+
+
+def _between_sets(operands: AdamWOperands, state: BucketState, chosen: Sequence[int], role: Role) -> AdamWOperands:
+    """Return the operands of a step from a bucket's state to its second set."""
+    twin, guess = state.twin, state.guess
+    if twin is None or guess is None:
+        raise ValueError("a step between two sets of a state that has one")
+    pairs = zip(operands.ranges, chosen, strict=True)
+    ranges = [replace(r, weight_out=twin.weights[i], count_out=twin.count_of(i)) for r, i in pairs]
+    return replace(operands, ranges=ranges, second=SecondSet(twin.exp_avg, twin.exp_avg_sq, twin.low, guess, role))
 
 
 def mixed_gradients(state: BucketState, found: Sequence[str]) -> ModelError:

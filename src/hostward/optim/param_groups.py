@@ -262,6 +262,27 @@ def sums_on_host(value: object, *, overlap: bool, grad_dtype: object) -> bool:
     return True
 
 
+def checked_early(value: object, *, overlap: bool, sums_on_host: bool) -> float:
+    """Return `step_early` as a share. Raises ConfigError for no share, and where nothing is stepped in backward.
+
+    `overlap`: False with `use_torch_optimizer`, too. `sums_on_host`: gradients are accumulated on the host.
+    """
+    share = float(value) if isinstance(value, bool) else checked_fraction(value, "step_early")
+    if share and not overlap:
+        raise ConfigError(
+            "step_early with overlap=False or use_torch_optimizer=True",
+            why="it makes CPU optimizer steps during backward, by hostward's own kernel",
+            fix="leave step_early out, or the other option",
+        )
+    if share and sums_on_host:
+        raise ConfigError(
+            'step_early with gradients="host"',
+            why="gradients that are accumulated on the host are final only after the last addition",
+            fix='leave step_early out, or use gradients="device"',
+        )
+    return share
+
+
 def check_grad_dtype(dtype: object, parameters: Mapping[str, torch.Tensor]) -> None:
     """Raise ConfigError for a dtype in which no step is defined, or one that `.grad` already differs from."""
     if dtype is None:

@@ -25,6 +25,10 @@ class Which(Enum):
     """Ranges whose gradient has not been offloaded yet."""
     ADDED = auto()
     """Ranges whose gradient is being accumulated on the host: an `Addition`."""
+    STEPPED = auto()
+    """Ranges of ALL and, where the bucket has two sets of its state, a `Stepping`."""
+    GUESSED = auto()
+    """All ranges, as a `Stepping`, if the step of the bucket can be guessed; else none."""
     WITHOUT_SUMS = auto()
     """Ranges whose sum has changed since its partial sums of the norm were made."""
 
@@ -35,6 +39,10 @@ def which(op: Op) -> Which:
         return Which.ADDED
     if op.kind is Kind.PARTIALS:
         return Which.WITHOUT_SUMS if op.lane is Lane.HOST else Which.UNSENT
+    if op.kind is Kind.GUESS:
+        return Which.GUESSED
+    if op.kind is Kind.ADAMW or op.name.startswith("upload/"):
+        return Which.STEPPED
     return Which.UNSENT if op.name.startswith("download/") else Which.ALL
 
 
@@ -50,7 +58,19 @@ class Addition:
     last: bool
 
 
-Choice = Set[int] | Addition
+@dataclass(frozen=True, slots=True)
+class Stepping:
+    """Stepping holds the ranges to step, and where their new state is.
+
+    `turn` tells apart which of the bucket's two sets holds the state. With `guessed` the new state goes to the other.
+    """
+
+    ranges: Set[int]
+    turn: bool
+    guessed: bool
+
+
+Choice = Set[int] | Addition | Stepping
 
 
 @dataclass(frozen=True, slots=True)

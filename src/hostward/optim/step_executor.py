@@ -109,6 +109,7 @@ class StepExecutor:
         asleep: what `AdamW.sleep` has moved to the host; its use is refused.
         overlap: False: everything happens within `step`.
         use_torch_optimizer: torch.optim.AdamW steps the host buckets.
+        groups: parameter groups, whose hyper-parameters guesses are made with.
     """
 
     def __init__(
@@ -126,11 +127,12 @@ class StepExecutor:
         asleep: Asleep,
         overlap: bool,
         use_torch_optimizer: bool,
+        groups: Sequence[Mapping[str, Any]],
     ) -> None:
         self.lock = threading.RLock()
         self._backend, self._states, self._tracked = backend, states, tracked
         self.asleep = asleep
-        self._slots, self._totals, self._overlap = slots, totals, overlap
+        self._slots, self._totals, self._overlap, self._groups = slots, totals, overlap, groups
         self._layer_of_bucket = tuple(layers)
         self._map = bucket_map(states, tracked, together, overlap=overlap)
         self._buckets = [
@@ -197,6 +199,8 @@ class StepExecutor:
     def _lower(self) -> None:
         """Lower the schedule anew, because staging buffers, or who brings weights, have changed. Nothing is pending."""
         slots = self._slots
+        prefetched = frozenset(b for b, names in enumerate(self._map.names) if set(names) <= self.fetched)
+        guessed = frozenset(b for b, s in enumerate(self._states) if s.twin is not None and b not in prefetched)
         shape = StepShape(
             tuple(s.placement for s in self._states),
             self._layer_of_bucket,
@@ -205,8 +209,11 @@ class StepExecutor:
             transient=slots.transient,
             overlap=self._overlap,
             accumulated_on_host=self._totals.summed,
-            prefetched=frozenset(b for b, names in enumerate(self._map.names) if set(names) <= self.fetched),
+            prefetched=prefetched,
+            guessed=guessed,
         )
+        for bucket in self._buckets:
+            bucket.guesses = bucket.index in guessed
         self._schedules = Schedules(shape)
         self._uploads = deferred_uploads(shape)
         self._points: Mapping[str, tuple[Op, ...]] = self._schedules.points()
@@ -329,7 +336,7 @@ class StepExecutor:
 
     @serialised
     def offload_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Call `offload_gradient` for each of these gradients, which are all final.
+        """Call `offload_gradient` at the step for each of these gradients, which are all final.
 
         The triggers of buckets whose gradients are all among them come together.
         """
@@ -339,6 +346,8 @@ class StepExecutor:
         self._held.update(gradients)
         there, refill = gradients.__contains__, self._backend.refill
         streams = self._sources(self._backend.compute_key())
+        for bucket in self._buckets:
+            bucket.late = True
         dtypes = {gradient.dtype for gradient in gradients.values()}
         whole: list[BucketStep] = []
         for bucket, names in zip(self._buckets, self._map.names, strict=True):
@@ -611,6 +620,8 @@ class StepExecutor:
             self.torn = True
             raise
         self._points = self._schedules.points()
+        if self._shape.guessed:
+            self._bindings.set_constants(self._groups, guess=True)
         self.in_step = True
 
     def _stepped(self) -> Iterator[str]:
@@ -631,6 +642,8 @@ class StepExecutor:
         here = [bucket for bucket in self._buckets if bucket.placement is not Placement.STREAMED]
         self._release_memory(here, triggers=False)
         for bucket in self._buckets:
+            if bucket.guessed:
+                self._states[bucket.index].exchange()
             bucket.stepped()
         self._held.clear()
         self._sync.made_on.clear()
@@ -868,8 +881,10 @@ class StepExecutor:
             raise
 
     def state_changed(self) -> None:
-        """Make staging read the state again, because state on the host was written while all streams were idle."""
+        """Make staging read the state again and drop guesses: state was written while all streams were idle."""
         self._staged = 0
+        for bucket in self._buckets:
+            bucket.drop_guess()
 
     def forget_step_bound(self) -> None:
         """Make the next step look up the step counts again, because they were loaded."""
@@ -888,6 +903,7 @@ class StepExecutor:
         self._in_flight.clear()
         self._sync.made_on.clear()
         self._staged, self.in_step = 0, False
+        self._bindings.forget()  # an exchange of the sets of a state may have been interrupted
         self._follow_slots()
         self._points = self._schedules.points()
 

@@ -33,6 +33,7 @@ from hostward.runtime.operands import (
     Hyper as Hyper,
     Partials as Partials,
     Scalars as Scalars,
+    SecondSet as SecondSet,
     Tier as Tier,
     chunks_of as chunks_of,
     empty_buffer as empty_buffer,
@@ -272,7 +273,8 @@ class Backend(ABC):
     ) -> Work:
         """Bind AdamW of one bucket: a host function on the host lane, a kernel on the compute or the update lane.
 
-        All operands have to be in the tier that steps. Raises PlacementError.
+        Operands with a second set are for the host lane. All operands have to be in the tier that steps. Raises
+        PlacementError.
         """
 
     @abstractmethod

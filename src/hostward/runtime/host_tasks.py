@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from hostward.core.inventory import MasterKind
 from hostward.kernels.cpu.accumulate import AccumulateRange, AccumulateTask, NormRange, NormTask
-from hostward.kernels.cpu.adamw import AdamWRange, AdamWTask
+from hostward.kernels.cpu.adamw import AdamWRange, AdamWTask, OtherSet, Role
 from hostward.kernels.cpu.affinity import default_threads, read_cpu_facts
 from hostward.kernels.cpu.library import Isa, load
 from hostward.runtime.backend import AdamWOperands, Buffer, Partials, Scalars, chunks_of
@@ -29,19 +29,43 @@ def host_task(
     `hyper`: float64 [5], read when the task runs; None: the present constants. Raises PlacementError or ConfigError for
     operands that do not fit.
     """
-    low = None if operands.low is None else operands.low.data
+    ranges = [
+        AdamWRange(
+            r.offset,
+            r.length,
+            r.gradient.data,
+            r.weight.data,
+            r.count.data,
+            None if r.weight_out is None else r.weight_out.data,
+            None if r.count_out is None else r.count_out.data,
+        )
+        for r in operands.ranges
+    ]
+    split, plain = operands.kind is MasterKind.SPLIT, operands.kind is MasterKind.PLAIN
+    low, second, other = None if operands.low is None else operands.low.data, operands.second, None
+    if second is not None:
+        low_out = None if second.low is None else second.low.data
+        other = OtherSet(
+            second.exp_avg.data,
+            second.exp_avg_sq.data,
+            low_out if split else None,
+            low_out if plain else None,
+            second.guess.data,
+        )
     return AdamWTask(
-        [AdamWRange(r.offset, r.length, r.gradient.data, r.weight.data, r.count.data) for r in operands.ranges],
+        ranges,
         exp_avg=operands.exp_avg.data,
         exp_avg_sq=operands.exp_avg_sq.data,
-        remainder=low if operands.kind is MasterKind.SPLIT else None,
-        master=low if operands.kind is MasterKind.PLAIN else None,
+        remainder=low if split else None,
+        master=low if plain else None,
         hyper=operands.constants.hyper.as_array() if hyper is None else hyper,
         tables=operands.constants.tables,
         scale=scalars.scale.data,
         skip=scalars.skip.data,
         error=error,
         threads=threads,
+        role=Role.STEP if second is None else second.role,
+        other=other,
     )
 
 

@@ -13,7 +13,7 @@ import torch
 
 from hostward.core.inventory import Dtype, MasterKind
 from hostward.errors import PlacementError
-from hostward.kernels.cpu.adamw import FloatTable
+from hostward.kernels.cpu.adamw import FloatTable, Role
 
 TORCH_DTYPES = {Dtype.FP32: torch.float32, Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16}
 STATE_DTYPES = {**TORCH_DTYPES, Dtype.FP8: torch.uint8}
@@ -105,16 +105,35 @@ class Constants:
 
 @dataclass(frozen=True, slots=True)
 class BoundRange:
-    """Describes one range of a bucket: its first element in the state, and its buffers; `count` is int64 [1]."""
+    """Describes one range of a bucket: its first element in the state, and its buffers; `count` is int64 [1].
+
+    `weight_out` and `count_out` are those of the second set, where the operands have one.
+    """
 
     offset: int
     gradient: Buffer
     weight: Buffer
     count: Buffer
+    weight_out: Buffer | None = None
+    count_out: Buffer | None = None
 
     @property
     def length(self) -> int:
         return self.weight.data.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class SecondSet:
+    """Holds a second set of a host bucket's state, of the dtypes and lengths of the first, which the step writes.
+
+    `guess` is int64 [6], the record of what was guessed; `role` says whether the step is guessed or confirmed.
+    """
+
+    exp_avg: Buffer
+    exp_avg_sq: Buffer
+    low: Buffer | None
+    guess: Buffer
+    role: Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +142,7 @@ class AdamWOperands:
 
     `exp_avg`, `exp_avg_sq` are float32 or bfloat16 [padded length], or uint8 (FP8, scales at the end); `low` is the low
     16 bits of the fp32 main weight (int16, split) or the fp32 main weight itself (float32, plain), or None. All
-    gradients have one dtype.
+    gradients have one dtype. With a `second` set, on the host only, the state itself is read, and the other written.
     """
 
     ranges: Sequence[BoundRange]
@@ -132,11 +151,25 @@ class AdamWOperands:
     exp_avg_sq: Buffer
     low: Buffer | None
     constants: Constants
+    second: SecondSet | None = None
 
     def read(self) -> list[Buffer]:
-        return [r.gradient for r in self.ranges]
+        gradients = [r.gradient for r in self.ranges]
+        return gradients if self.second is None else [*gradients, *self._own()]
 
     def written(self) -> list[Buffer]:
+        second = self.second
+        if second is None:
+            return self._own()
+        state = [second.exp_avg, second.exp_avg_sq, *([] if second.low is None else [second.low])]
+        out = (buffer for r in self.ranges for buffer in (r.weight_out, r.count_out) if buffer is not None)
+        return [*state, *out, second.guess]
+
+    def left(self) -> list[Buffer]:
+        """Return the buffers whose contents are of no use after the step: the first set, once the second is right."""
+        return self._own() if self.second is not None and self.second.role is Role.CONFIRM else []
+
+    def _own(self) -> list[Buffer]:
         state = [self.exp_avg, self.exp_avg_sq, *([] if self.low is None else [self.low])]
         return [*state, *(r.weight for r in self.ranges), *(r.count for r in self.ranges)]
 

@@ -5,9 +5,9 @@ one thread per lane, one complete event ("X") per span with its bytes, rate and 
 direction. Times are microseconds with three decimals.
 
 Names are paths: `offload/d2h/grad/0003.model.layers.1`, `offload/h2d/state/...`, `offload/host/adamw/...`,
-`offload/update/...`, `offload/wait/model.layers.1`, `forward/model.layers.1`; of offloaded weights
-`offload/h2d/layer/...` and `offload/wait/weights/...` (`gathered`: for a gather that had waited for them), of saved
-activations `offload/h2d/activation/...` and `offload/wait/activation/...`.
+`offload/host/guess/...` (steps made in backward), `offload/update/...`, `offload/wait/model.layers.1`,
+`forward/model.layers.1`; of offloaded weights `offload/h2d/layer/...` and `offload/wait/weights/...` (`gathered`: for a
+gather that had waited for them), of saved activations `offload/h2d/activation/...` and `offload/wait/activation/...`.
 """
 
 from __future__ import annotations

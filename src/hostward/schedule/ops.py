@@ -54,6 +54,8 @@ class Kind(StrEnum):
     """A transfer between host and device."""
     ADAMW = "adamw"
     """The step of one bucket: on the GPU (compute or update lane), or on the CPU (host lane)."""
+    GUESS = "guess"
+    """The step of one bucket on the CPU before the norm is known, into a second set of its state."""
     ACQUIRE = "acquire"
     """Memory for the operands that it writes is allocated; earlier users of that memory ran on the compute lane."""
     RETIRE = "retire"

@@ -2,11 +2,12 @@
 
     trigger      compute                        other lanes
     gradient/b   partials/b                     d2h: download/b (host buckets)
+                                                host: guess/b (host buckets that are guessed)
                  made/b                         d2h: download/b; host: add/b (host buckets that are accumulated there)
     release/b    release/b  (gradient freed)
     stage/k      acquire/k  (staging buffer)    h2d: read/b of the first streamed buckets
     step         norm, step/b (device buckets)  host: sums/b; h2d: lift/b (buckets that are accumulated on the host);
-                                                d2h: fetch; host: step/b; h2d: upload/b;
+                                                host: guessed; d2h: fetch; host: step/b; h2d: upload/b;
                                                 h2d: read/b; update: step/b; d2h: write/b
     unstage/k    unstage/k  (buffer freed)
     upload/L                                    h2d: upload/b, where weights of a layer before L are prefetched
@@ -29,6 +30,11 @@ Weights of `prefetched` buckets are not uploaded: they are prefetched before the
 
 Gradients of buckets in `accumulated_on_host` are accumulated on the host: their `on_grad_ready` comes once in every
 microbatch of a step, and a wait means the newest issue of the operation that it names, as everywhere.
+
+The CPU optimizer step of a bucket in `guessed` is made when its gradients have landed, on the guess that the norm will
+not clip: `guess/b` writes a second set of the state, and the step itself confirms that or makes it anew. `state/b` and
+`source/b` name both sets. `guess/b` reads the scalars of the step before, so `fetch` waits until all guesses are made
+(`guessed`), also of buckets that turn out to have no gradient.
 """
 
 from __future__ import annotations
@@ -117,6 +123,8 @@ class StepShape:
         overlap: False issues everything at the trigger `step`, the waits for new weights included.
         accumulated_on_host: host buckets whose gradients are accumulated on the host, microbatch by microbatch.
         prefetched: host buckets whose weights are prefetched layer by layer.
+        guessed: host buckets whose step is guessed before the norm is known. Their gradients are not accumulated on
+            the host, and their weights not prefetched.
     """
 
     placements: tuple[Placement, ...]
@@ -128,6 +136,7 @@ class StepShape:
     overlap: bool = True
     accumulated_on_host: frozenset[int] = field(default=frozenset())
     prefetched: frozenset[int] = field(default=frozenset())
+    guessed: frozenset[int] = field(default=frozenset())
 
     @property
     def read_early(self) -> list[int]:
@@ -222,6 +231,9 @@ def _backward(shape: StepShape, present: Sequence[int]) -> list[Op]:
             if len(in_flight) == GRADIENTS_IN_FLIGHT:
                 ops.append(_release(in_flight.pop(0), release_grad_trigger, "download"))
             ops += _accumulate(landing_buffers, shape.absent, b) if accumulated else [_download(b)]
+            if b in shape.guessed:
+                ops[-1] = replace(ops[-1], prior=(f"guess/{b}",))  # that reads what landed, which may come again
+                ops.append(_guess(b))
             in_flight.append(b)
     return ops + [_release(b, release_grad_trigger, "download") for b in in_flight]
 
@@ -229,6 +241,11 @@ def _backward(shape: StepShape, present: Sequence[int]) -> list[Op]:
 def _download(b: int) -> Op:
     reads, writes, waits = (f"gradient/{b}",), (f"landing/{b}",), (f"partials/{b}",)
     return Op(f"download/{b}", Kind.COPY, Lane.D2H, grad_ready_trigger(b), b, reads, writes, waits)
+
+
+def _guess(b: int) -> Op:
+    reads, writes = (f"landing/{b}", HOST_SCALARS), (f"state/{b}", f"source/{b}")
+    return Op(f"guess/{b}", Kind.GUESS, Lane.HOST, grad_ready_trigger(b), b, reads, writes, (f"download/{b}",))
 
 
 def _accumulate(landing_buffers: Mapping[int, int], absent: frozenset[int], b: int) -> list[Op]:
@@ -294,8 +311,9 @@ def _step(shape: StepShape, present: Sequence[int]) -> list[Op]:
     lifted = tuple(f"lift/{b}" for b in accumulated[-1:])
     ops.append(Op("norm", Kind.NORM, Lane.COMPUTE, STEP, None, partials, (DEVICE_SCALARS,), lifted))
     if _of(shape, present, Placement.HOST):
-        fetch = Op("fetch", Kind.COPY, Lane.D2H, STEP, None, (DEVICE_SCALARS,), (HOST_SCALARS,), ("norm",))
-        ops.append(fetch)
+        waits = ("norm", "guessed") if shape.guessed else ("norm",)
+        ops += [Op("guessed", Kind.JOIN, Lane.HOST, STEP)] if shape.guessed else []
+        ops.append(Op("fetch", Kind.COPY, Lane.D2H, STEP, None, (DEVICE_SCALARS,), (HOST_SCALARS,), waits))
     streamed = [b for b, p in enumerate(shape.placements) if p is Placement.STREAMED]
     next_read = iter(streamed[len(shape.read_early) :])
     on_host: list[int] = []

@@ -48,6 +48,38 @@ class MasterKind(IntEnum):
     """An fp32 tensor besides the bf16 or fp16 weight."""
 
 
+class Role(IntEnum):
+    """Name what a task does (hostward_role)."""
+
+    STEP = 0
+    """It steps its own set of the state."""
+    GUESS = 1
+    """It steps from its own set to the other, on the guess that the step does not clip, and records that.
+
+    `scale` and `skip` are those of the step before: nothing is done if that one clipped or was skipped.
+    """
+    CONFIRM = 2
+    """It is the step of a guess: it does nothing if the guess was right, and else writes the other set anew."""
+
+
+GUESS_WORDS = 6
+"""Length of the record of a guess, int64 (hostward_guess)."""
+
+
+@dataclass(frozen=True)
+class OtherSet:
+    """Hold a second set of the state, of the dtypes and lengths of a task's own.
+
+    `guess` is the record of the guess, int64 [6]. Weights and counts of the other set are in the ranges.
+    """
+
+    exp_avg: Memory
+    exp_avg_sq: Memory
+    remainder: Memory | None
+    master: Memory | None
+    guess: Memory
+
+
 @dataclass(frozen=True)
 class AdamWRange:
     """Describe one contiguous run of elements of a task.
@@ -58,6 +90,7 @@ class AdamWRange:
         grad: at least `length` elements, fp32, bf16 or fp16; the first `length` are read.
         weight: at least `length` elements, fp32, bf16 or fp16; the first `length` are written.
         count: one int64, the finished steps; no two ranges of a task share one.
+        weight_out, count_out: the same of the other set, where the task has one.
     """
 
     offset: int
@@ -65,6 +98,8 @@ class AdamWRange:
     grad: Memory
     weight: Memory
     count: Memory
+    weight_out: Memory | None = None
+    count_out: Memory | None = None
 
 
 def bias_tables(beta1: float, beta2: float, length: int) -> tuple[FloatTable, FloatTable]:
@@ -121,6 +156,8 @@ class AdamWTask:
         error: int32 [1], set to the first error code and never cleared here; made if None.
         threads: at most this many threads, the one that runs the task included.
         isa: instruction set.
+        role: what the task does.
+        other: a second set of the state, which roles other than STEP write, and only they.
 
     Raises:
         PlacementError: an operand on the wrong device, of the wrong dtype, strided, read-only or too short.
@@ -142,8 +179,16 @@ class AdamWTask:
         error: Memory | None = None,
         threads: int = 1,
         isa: Isa = Isa.BEST,
+        role: Role = Role.STEP,
+        other: OtherSet | None = None,
     ) -> None:
         require_threads(threads)
+        if (other is None) is not (role is Role.STEP):
+            raise ConfigError(
+                f"a task with the role {role.name} and {'no' if other is None else 'an'} other set",
+                why="a step changes its own set, a guess and its confirmation write another one",
+                fix="pass the other set with Role.GUESS and Role.CONFIRM, and only with them",
+            )
         self.error: Memory = np.zeros(1, dtype=np.int32) if error is None else error
         self._operands = Operands()
         if not ranges:
@@ -160,6 +205,7 @@ class AdamWTask:
             master_kind=int(kind),
             threads=threads,
             isa=int(isa),
+            role=int(role),
             exp_avg_dtype=MOMENTS[first.dtype],
             exp_avg_sq_dtype=MOMENTS[second.dtype],
             exp_avg=first.address,
@@ -176,6 +222,22 @@ class AdamWTask:
         )
         self._set_hyper(hyper)
         self._set_tables(tables)
+        if other is not None:
+            self._set_other(other, kind, elements)
+
+    def _set_other(self, other: OtherSet, kind: MasterKind, elements: int) -> None:
+        """Take the operands of the other set. Raises ConfigError where they are not those of the task's own."""
+        if _master_kind(Dtype(self.struct.weight_dtype), other.remainder is not None, other.master is not None) != kind:
+            raise ConfigError("two sets that store main weights differently", fix="pass two sets of the same operands")
+        struct, optional = self.struct, self._operands.optional
+        first, struct.exp_avg_scale_out = self._moment(other.exp_avg, "exp_avg_out", elements)
+        second, struct.exp_avg_sq_scale_out = self._moment(other.exp_avg_sq, "exp_avg_sq_out", elements)
+        if (MOMENTS[first.dtype], MOMENTS[second.dtype]) != (struct.exp_avg_dtype, struct.exp_avg_sq_dtype):
+            raise ConfigError("two sets whose moments differ in dtype", fix="pass two sets of the same operands")
+        struct.exp_avg_out, struct.exp_avg_sq_out = first.address, second.address
+        struct.remainder_out = optional(other.remainder, "remainder_out", "int16", elements, writable=True)
+        struct.master_out = optional(other.master, "master_out", "fp32", elements, writable=True)
+        struct.guess = optional(other.guess, "guess", "int64", GUESS_WORDS, writable=True)
 
     def _moment(self, memory: Memory, role: str, elements: int) -> tuple[Operand, int | None]:
         """Return the operand of a moment, and the address of its scales where it has them."""
@@ -235,7 +297,7 @@ class AdamWTask:
         native = (Range * len(ranges))()
         grad_dtypes: set[str] = set()
         weight_dtypes: set[str] = set()
-        floats = tuple(FLOATS)
+        floats, optional = tuple(FLOATS), self._operands.optional
         for i, part in enumerate(ranges):
             if part.offset < 0 or part.length < 0:
                 raise ConfigError(
@@ -248,7 +310,11 @@ class AdamWTask:
             count = self._operands.check(part.count, f"ranges[{i}].count", ("int64",), 1, writable=True)
             grad_dtypes.add(grad.dtype)
             weight_dtypes.add(weight.dtype)
-            native[i] = Range(part.offset, part.length, grad.address, weight.address, count.address)
+            weight_out = optional(part.weight_out, f"ranges[{i}].weight_out", weight.dtype, part.length, writable=True)
+            count_out = optional(part.count_out, f"ranges[{i}].count_out", "int64", 1, writable=True)
+            native[i] = Range(
+                part.offset, part.length, grad.address, weight.address, count.address, weight_out, count_out
+            )
         grad_dtype, weight_dtype = one_dtype(grad_dtypes, "gradients"), one_dtype(weight_dtypes, "weights")
         return native, grad_dtype, weight_dtype
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from hostward.errors import NativeError
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 LIBRARY_PATH = Path(__file__).resolve().parents[2] / "_native" / "libhostward_native.so"
 
 _BUILD = (
@@ -41,7 +41,7 @@ class Dtype(IntEnum):
 
 
 class Range(ctypes.Structure):
-    """Declare one contiguous part of a task, with the layout of a row of an int64 array with five columns."""
+    """Declare one contiguous part of a task, the C struct hostward_range."""
 
     _fields_ = [
         ("offset", ctypes.c_int64),
@@ -49,6 +49,8 @@ class Range(ctypes.Structure):
         ("grad", ctypes.c_void_p),
         ("weight", ctypes.c_void_p),
         ("count", ctypes.c_void_p),
+        ("weight_out", ctypes.c_void_p),
+        ("count_out", ctypes.c_void_p),
     ]
 
 
@@ -63,7 +65,7 @@ class Task(ctypes.Structure):
         ("isa", ctypes.c_int32),
         ("exp_avg_dtype", ctypes.c_int32),
         ("exp_avg_sq_dtype", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        ("role", ctypes.c_int32),
         ("exp_avg", ctypes.c_void_p),
         ("exp_avg_sq", ctypes.c_void_p),
         ("exp_avg_scale", ctypes.c_void_p),
@@ -79,6 +81,13 @@ class Task(ctypes.Structure):
         ("scale", ctypes.c_void_p),
         ("skip", ctypes.c_void_p),
         ("error", ctypes.c_void_p),
+        ("exp_avg_out", ctypes.c_void_p),
+        ("exp_avg_sq_out", ctypes.c_void_p),
+        ("exp_avg_scale_out", ctypes.c_void_p),
+        ("exp_avg_sq_scale_out", ctypes.c_void_p),
+        ("remainder_out", ctypes.c_void_p),
+        ("master_out", ctypes.c_void_p),
+        ("guess", ctypes.c_void_p),
     ]
 
 

@@ -283,9 +283,15 @@ class SimulatedBackend(Backend):
         done: Event | None = None,
     ) -> Work:
         tier = Tier.HOST if lane is Lane.HOST else Tier.DEVICE
-        reads, writes = [*operands.read(), scalars.scale, scalars.skip], operands.written()
+        left = operands.left()
+        reads, writes = [*operands.read(), scalars.scale, scalars.skip], [*operands.written(), *left]
         require_tier([*reads, *writes, scalars.norm], tier, name)
         made: tuple[AdamWTask, Hyper, object] | None = None
+
+        def run(task: AdamWTask) -> None:
+            adamw_step(task)
+            for buffer in left:
+                self._overwrite(buffer.data)
 
         def enqueue() -> Operation:
             nonlocal made
@@ -293,7 +299,7 @@ class SimulatedBackend(Backend):
             # Tasks are immutable, and host memory keeps its address.
             if made is None or lane is not Lane.HOST or made[1] != now.hyper or made[2] is not now.tables:
                 made = host_task(operands, scalars, self.threads), now.hyper, now.tables
-            return self._issue(lane, name, functools.partial(adamw_step, made[0]), reads, writes, waits)
+            return self._issue(lane, name, functools.partial(run, made[0]), reads, writes, waits)
 
         return _SimulatedWork(name, lane, done or Event(), enqueue)
 
