@@ -68,7 +68,7 @@ def found(a: argparse.Namespace, form: str) -> dict[str, Any]:
             fits = layers
         else:
             fails, why = layers, text
-    missing = next((line for line in why.splitlines() if line.startswith("missing:")), "")
+    missing = next((line for line in why.splitlines() if line.startswith("short of ")), "")
     return {"format": form, "layers": fits, "next_one": missing, "next_one_in_full": why.splitlines()}
 
 

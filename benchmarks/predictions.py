@@ -268,7 +268,8 @@ def rows_of(path: Path) -> Iterator[Row]:
     """The rows of a file that can be predicted; none for results of other kinds."""
     result = json.loads(path.read_text())
     found: list[Row | None] = []
-    rows = [row for row in result.get("rows", ()) if row.get("status") == "ok"]
+    held = result.get("rows", ())
+    rows = [row for row in held if row.get("status") == "ok"] if isinstance(held, list) else []
     if result.get("benchmark") == "step" and "model" in result.get("shape", {}):
         found = [of_step(path.name, result, row) for row in rows]
     elif result.get("benchmark") == "scaling":

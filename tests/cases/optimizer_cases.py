@@ -153,15 +153,14 @@ class NumpyOptimizer:
     def over(cls, named: Iterable[tuple[str, torch.Tensor]], form: tuple[torch.dtype, ...] = ()) -> NumpyOptimizer:
         """Begin with these weights; `form`: dtypes of exp_avg, exp_avg_sq and main_param, fp32 where it is shorter."""
         named = list(named)
-        first, second, main = (NUMPY[d] for d in (*form, *FP32S)[:3])
+        *moments, main = (NUMPY[d] for d in (*form, *FP32S)[:3])
         given = {name: to_numpy(p) for name, p in named}
         master = {n: v if main == v.dtype == np.uint16 else reference.float_of(v) for n, v in given.items()}
         return cls(
             {name: p.dtype for name, p in named},
             {name: p.shape for name, p in named},
             master,
-            {name: np.zeros(_stored(value.size, first), first) for name, value in master.items()},
-            {name: np.zeros(_stored(value.size, second), second) for name, value in master.items()},
+            *({name: _zeros(p.shape, dtype) for name, p in named} for dtype in moments),
             {name: 0 for name, _ in named},
         )
 
@@ -212,8 +211,11 @@ class NumpyOptimizer:
         return weights | state
 
 
-def _stored(elements: int, dtype: Any) -> int:
-    return -(-elements // 128) * 129 if dtype is np.uint8 else elements
+def _zeros(shape: torch.Size, dtype: Any) -> Any:
+    """A moment; that of a vector is bf16 where those of matrices are FP8."""
+    if dtype is not np.uint8:
+        return np.zeros(shape.numel(), dtype)
+    return np.zeros(-(-shape.numel() // 128) * 129, dtype) if len(shape) > 1 else np.zeros(shape.numel(), np.uint16)
 
 
 def _moment(values: Any, shape: torch.Size, *, signed: bool) -> torch.Tensor:

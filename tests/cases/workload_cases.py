@@ -43,7 +43,11 @@ def llama(
     per_layer = sum(n for _, n in shapes)
     parameters = [Parameter("embed", vocab * hidden, Dtype.BF16, "embed")]
     for number in range(layers):
-        parameters += [Parameter(f"layers.{number}.{n}", size, Dtype.BF16, f"layers.{number}") for n, size in shapes]
+        layer = f"layers.{number}"
+        parameters += [
+            Parameter(f"{layer}.{n}", size, Dtype.BF16, layer, dims=1 if n.startswith("norm") else 2)
+            for n, size in shapes
+        ]
     parameters += [Parameter("head", vocab * hidden, Dtype.BF16, "head")]
     norms = 68.0 * hidden
     act = 10.0 * ffn * active

@@ -272,6 +272,11 @@ def test_moments_in_fp8_are_saved_in_bf16_resumed_at_any_placement_and_widened(
     assert plain["optimizer"]["moments"] == {"exp_avg": "fp8", "exp_avg_sq": "fp8"}
     moments = [name for name in tensors if name.endswith(("/exp_avg", "/exp_avg_sq"))]
     assert {tensors[name].dtype for name in moments} == {torch.bfloat16}
+    whole = saved(folder)[0]
+    for name in moments:
+        to_bf16 = whole[name].to(torch.bfloat16)
+        assert torch.equal(tensors[name], to_bf16) is (to_bf16.dim() == 1)  # FP8 is the format of matrices
+    assert {tensors[name].dim() for name in moments} >= {1, 2}
     found = []
     for fraction, mode in ((0.0, "stream"), (0.5, "snapshot")):
         to = tmp_path / f"to-{fraction}"

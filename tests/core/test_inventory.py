@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+from dataclasses import replace
 from itertools import groupby, pairwise
 
 import hypothesis.strategies as st
@@ -207,6 +208,36 @@ def test_bytes_of_bf16_main_weights_are_those_of_moments_alone() -> None:
     assert [FP32_STATE.saved_element_bytes(d) for d in (Dtype.BF16, Dtype.FP32)] == [12, 8]
     with pytest.raises(ConfigError, match="main weights in bf16 of fp16 weights"):
         form.master_kind(Dtype.FP16)
+
+
+@given(parameter_lists(), st.lists(st.integers(0, 3), min_size=12, max_size=12), caps)
+def test_fp8_is_the_format_of_matrices_and_no_bucket_has_two_formats(
+    parameters: list[Parameter], dims: list[int], cap: int
+) -> None:
+    parameters = [replace(p, dims=n) for p, n in zip(parameters, dims, strict=False)]
+    of = {p.name: p.dims for p in parameters}
+    for moments in ((Dtype.FP8, Dtype.FP8), (Dtype.FP8, Dtype.FP32), (Dtype.BF16, Dtype.FP8)):
+        asked, short = StateFormat(*moments), [Dtype.BF16 if m is Dtype.FP8 else m for m in moments]
+        buckets = cut_buckets(parameters, cap=cap, form=asked)
+        for bucket in buckets:
+            assert {asked if of[r.name] > 1 else StateFormat(*short) for r in bucket.ranges} == {bucket.form}
+        held = [r for b in buckets for r in b.ranges]
+        assert sum(r.numel for r in held) == sum(p.numel for p in parameters)
+        if any(of[r.name] > 1 for r in held):
+            assert Inventory(tuple(parameters), buckets).form == asked
+        narrow = Inventory(tuple(parameters), cut_buckets(parameters, cap=cap, form=StateFormat(*short)))
+        assert narrow.saved_bytes == Inventory(tuple(parameters), buckets).saved_bytes
+    assert cut_buckets(parameters, cap=cap) == cut_buckets([replace(p, dims=2) for p in parameters], cap=cap)
+
+
+def test_vectors_among_matrices_make_one_bucket_more_in_a_layer() -> None:
+    """In the order of modules they alternate."""
+    layer = [Parameter(f"layers.0.p{i}", 256, Dtype.BF16, "layers.0", dims=1 + i % 2) for i in range(6)]
+    matrices, vectors = cut_buckets(layer, form=StateFormat(Dtype.FP8, Dtype.FP8))
+    assert [r.name[-1] for r in matrices.ranges] == ["1", "3", "5"]
+    assert [r.name[-1] for r in vectors.ranges] == ["0", "2", "4"]
+    assert (matrices.state_bytes, vectors.state_bytes) == (3 * (4 * 256 + 4), 3 * 6 * 256)
+    assert len(cut_buckets(layer, form=StateFormat(Dtype.BF16, Dtype.BF16))) == 1
 
 
 @given(st.integers(0, 10**9), st.integers(1, 10**4))

@@ -1,13 +1,15 @@
 """Sizes as people write them.
 
-Seen red: units compared without case, GB taken for GiB.
+Seen red: units compared without case, GB taken for GiB, an option for a size rounded to the nearest.
 """
 
 from __future__ import annotations
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 
-from hostward.core.units import gib, size_bytes, sizes_apart
+from hostward.core.units import GIB, MIB, gib, size_bytes, size_option, sizes_apart
 from hostward.errors import ConfigError
 
 
@@ -25,6 +27,16 @@ from hostward.errors import ConfigError
 )
 def test_sizes(text: str, size: int) -> None:
     assert size_bytes(text, "--device-memory") == size
+
+
+@given(st.integers(1, 1 << 50))
+def test_an_option_for_a_size_is_no_smaller_and_little_larger(size: int) -> None:
+    assert size <= size_bytes(size_option(size), "--host-memory") < size + (MIB if size < GIB else GIB // 10 + 1)
+
+
+@pytest.mark.parametrize(("size", "text"), [(64 << 30, "64GiB"), (GIB, "1GiB"), (GIB - 1, "1GiB"), (1, "1MiB")])
+def test_an_option_for_a_round_size_is_short(size: int, text: str) -> None:
+    assert size_option(size) == text
 
 
 @pytest.mark.parametrize(

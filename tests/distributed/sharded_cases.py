@@ -69,15 +69,20 @@ class Block(torch.nn.Module):
 
 
 class Net(torch.nn.Module):
-    """Tokens to logits. The root owns the embedding, a scale of one element, and what follows the blocks."""
+    """Tokens to logits. The root owns the embedding, a scale of one element, and what follows the blocks.
 
-    def __init__(self, width: int = WIDTH) -> None:
+    `heads`: blocks have a vector of 128 elements as well, which forward does not use.
+    """
+
+    def __init__(self, width: int = WIDTH, *, heads: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.scale = torch.nn.Parameter(torch.full((1,), 0.7))
         self.embed = torch.nn.Embedding(2000, width)  # in one process above one bucket
         self.blocks = torch.nn.ModuleList(Block(width) for _ in range(3))
         self.head = torch.nn.Linear(width, 10)
+        for block in self.blocks if heads else ():
+            block.q_norm = torch.nn.Parameter(torch.ones(128))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens) * self.scale
@@ -92,6 +97,7 @@ def sharded(
     dtype: str = "fp32",
     *,
     width: int = WIDTH,
+    heads: bool = False,
     policy: bool = False,
     fp32: str | None = None,
     frozen: bool = False,
@@ -100,7 +106,7 @@ def sharded(
     **options: Any,
 ) -> Net:
     """The network after fully_shard, block by block. `policy`: compute and reduce in bf16; `alone`: other modules."""
-    model = Net(width).to(DTYPES[dtype])
+    model = Net(width, heads=heads).to(DTYPES[dtype])
     if policy:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     if fp32:  # in which gradients are reduced, or everything is computed
@@ -316,12 +322,11 @@ def given(
         network: None: it is not sharded.
         bad: the step in which the last rank has a gradient that is not finite.
         load, save: folders of distributed checkpoints, before and after.
-        blocks: each rank's part of a weight is whole blocks of 128 elements, but for that of one that is not trained.
+        blocks: each rank's part of a matrix is whole blocks of 128 elements, and those of some vectors are not.
     """
-    width = {"width": 512} if blocks else {}
-    model: Any = Net(**width) if network is None else sharded(**width, **network)
+    kind: dict[str, Any] = {"width": 512, "heads": True} if blocks else {}
+    model: Any = Net(**kind) if network is None else sharded(**kind, **network)
     model.to(dtype)
-    model.head.bias.requires_grad_(not blocks)
     optimizer = adamw(model, mix, **options)
     if load:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}

@@ -273,6 +273,7 @@ def test_torchrun_starts_a_run_anew_that_goes_on_by_itself(tmp_path: Path) -> No
 
 LAYOUTS = {
     "data": (MOE, ()),
+    "data, moments in FP8": (MOE, ("optimizer.exp_avg_dtype=fp8", "optimizer.exp_avg_sq_dtype=fp8")),
     "matrices": (LLAMA, ("model.tensor_model_parallel_size=2",)),
     "matrices and experts": (
         MOE,

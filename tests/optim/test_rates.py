@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hostward.core.host_limits import Rates
-from hostward.core.inventory import cut_buckets
+from hostward.core.inventory import Dtype, Parameter, StateFormat, cut_buckets
 from hostward.errors import ConfigError
 from hostward.model.parameters import ParamRecord
 from hostward.optim.placement import PlacementPolicy
@@ -120,6 +120,19 @@ def test_ranks_that_were_told_different_shares_stream_the_largest(monkeypatch: p
         mix.rates = RATES
         assert mix.streamed_share(OfADevice(), buckets, 1.0, Others()) == 0.6
     assert told == [0.25, 0.25]
+
+
+def test_a_vector_that_comes_first_does_not_decide_the_share() -> None:
+    """It has other bytes of state than FP8 matrices, and a rank may have no element of it."""
+    scale, weight = Parameter("scale", 1, Dtype.BF16, "", dims=1), Parameter("w", 4096, Dtype.BF16, "layers.0")
+    mix = PlacementPolicy(1.0, "auto")
+    mix.rates = RATES
+
+    def share(form: StateFormat, *parameters: Parameter) -> float:
+        return mix.streamed_share(OfADevice(), cut_buckets(parameters, form=form), 1.0)
+
+    fp8, bf16 = (StateFormat(dtype, dtype) for dtype in (Dtype.FP8, Dtype.BF16))
+    assert share(fp8, scale, weight) == share(fp8, weight) != share(bf16, weight)
 
 
 @pytest.mark.parametrize("wrong", [1.5, -0.1, "half", float("nan")])

@@ -1,4 +1,4 @@
-"""State in bf16: the same bits at every placement and in numpy, fewer bytes, and what loads into what."""
+"""State in bf16 and FP8: the same bits at every placement and in numpy, fewer bytes, and what loads into what."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ from optimizer_cases import (
 from torch.distributed.checkpoint import CheckpointException
 
 import hostward
+from hostward.checkpoint import api
+from hostward.core.inventory import StateFormat
 from hostward.distributed.flat_shards import FlatPart, FlatShards
 from hostward.errors import CheckpointError, ConfigError
+from hostward.optim.bucket_state import fp8_stored, same_bits
 from hostward.runtime.backend import Tier
 
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.uint8
@@ -81,11 +84,15 @@ def test_state_is_that_many_bytes_smaller_wherever_it_is_stored() -> None:
     assert sizes[BF16, BF16, BF16][1] < 0.42 * sizes[FP32, FP32][1]
 
 
-def test_fp8_moments_are_a_byte_each_and_one_for_128_of_them() -> None:
-    numel, blocks = (sum(f(p.numel()) for p in Model().parameters()) for f in (int, lambda n: -(-n // 128)))
-    for moments, size_bytes in (((FP8, FP8), 4 * numel + 2 * blocks), ((FP8, FP32, BF16), 5 * numel + blocks)):
+def test_fp8_moments_are_a_byte_each_and_one_for_128_of_them_in_matrices_and_bf16_in_vectors() -> None:
+    sizes = [(p.numel(), p.dim() > 1) for p in Model().parameters()]
+    matrices, vectors = (sum(n for n, matrix in sizes if matrix is wanted) for wanted in (True, False))
+    blocks = sum(-(-n // 128) for n, matrix in sizes if matrix)
+    both, first = 4 * matrices + 2 * blocks + 6 * vectors, 5 * matrices + blocks + 6 * vectors
+    for moments, size_bytes in (((FP8, FP8), both), ((FP8, FP32, BF16), first)):
         _, optimizer = made(BF16, moments, **MIXES["mixed"])
         assert optimizer.plan.state_bytes == size_bytes
+        assert "bf16 of vectors" in repr(optimizer)
         padded = sum(bucket.padded_state_bytes for bucket in optimizer.inventory.buckets)
         tiers = [optimizer.backend.ledger.by_owner(tier) for tier in Tier]
         held = [owners.get(part, 0) for owners in tiers for part in ("exp_avg", "exp_avg_sq", "remainder")]
@@ -170,16 +177,50 @@ def test_other_moments_are_not_rounded_to_fp8_in_silence(given: Form) -> None:
     assert torch.equal(optimizer.state_of(name)["exp_avg_sq"], doubled)
 
 
-def test_parts_of_parameters_that_cut_a_block_are_refused() -> None:
-    for cut in (128, 100):
-        parts = {"a": FlatPart("w", 0, cut, 300), "b": FlatPart("w", cut, 300, 300)}
-        weights = [(n, torch.nn.Parameter(torch.zeros(p.stop - p.start, dtype=BF16))) for n, p in parts.items()]
-        options: dict[str, Any] = {"state_dtypes": dtypes_of(FORMATS["fp8"]), "shards": [FlatShards(parts)]}
-        if cut == 128:
-            adamw(weights, **options)
-        else:
-            with pytest.raises(ConfigError, match=r"(?s)moments of 'w' in FP8.*does not begin with a block"):
-                adamw(weights, **options)
+def test_fp8_moments_of_flat_parts_are_refused() -> None:
+    """They do not say whether they are parts of a matrix or of a vector."""
+    parts = {"a": FlatPart("w", 0, 128, 300), "b": FlatPart("w", 128, 300, 300)}
+    weights = [(n, torch.nn.Parameter(torch.zeros(p.stop - p.start, dtype=BF16))) for n, p in parts.items()]
+    shards = [FlatShards(parts)]
+    adamw(weights, state_dtypes=dtypes_of(FORMATS["both"]), shards=shards)
+    with pytest.raises(ConfigError, match=r"(?s)moments in FP8 with shards=.*parts of a matrix"):
+        adamw(weights, state_dtypes=dtypes_of(FORMATS["fp8-fp32"]), shards=shards)
+
+
+@pytest.mark.parametrize("form", [FORMATS["least"], FORMATS["bf16-fp8"]])
+def test_states_whose_vectors_were_in_fp8_load_as_they_are(
+    form: Form, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Earlier versions stored vectors in FP8 as well; what they have saved is bf16."""
+    with monkeypatch.context() as patched:
+        patched.setattr(StateFormat, "of", lambda form, dims: form)
+        model, before = made(BF16, form, **MIXES["host"])
+        step(model, before, range(2))
+        saved, parts = before.state_dict(), api.parts_of(model, before)
+        api.save(tmp_path, 2, tensors=parts.tensors, plain={"optimizer": parts.optimizer})
+        expected = snapshot(model, before)
+    again, optimizer = made(BF16, form, **MIXES["mixed"])
+    step(again, optimizer, range(3))
+    assert not same_bits(optimizer.state_of("layers.2.weight")["exp_avg_sq"], expected["exp_avg_sq layers.2.weight"])
+    again.load_state_dict({n: expected[f"weight {n}"] for n, _ in again.named_parameters()}, strict=False)
+    optimizer.load_state_dict(saved)
+    assert_equal(snapshot(again, optimizer), expected)
+    restored, later = made(BF16, form)
+    api.restore(api.latest(tmp_path), restored, later)
+    assert_equal(snapshot(restored, later), expected)
+    step(again, optimizer, range(2, 4))
+    step(restored, later, range(2, 4))
+    assert_equal(snapshot(restored, later), snapshot(again, optimizer))
+
+
+def test_moments_of_vectors_keep_more_bits_than_fp8_has() -> None:
+    """A state with them goes on, whatever is loaded; as FP8 ones they would not have been stored as they are."""
+    model, optimizer = made(BF16, FORMATS["fp8"], **MIXES["mixed"])
+    step(model, optimizer, range(2))
+    for name, matrix in (("layers.2.after", False), ("layers.0.scale", False), ("layers.0.weight", True)):
+        for role, value in optimizer.state_of(name).items():
+            if role in ("exp_avg", "exp_avg_sq"):
+                assert (fp8_stored(value.reshape(-1), role) is not None) is matrix
 
 
 def test_fp32_main_weights_are_not_dropped_in_silence() -> None:

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from hostward.plan.lane_simulator import NOTHING, UNSHARED, Program, Queue, Slowdown, run
+from hostward.plan.lane_simulator import UNSHARED, Program, Queue, Slowdown, run
 
 HALVED: Slowdown = tuple(
     (1.0, *((0.5, 0.5) if bits & 3 == 3 else (1.0, 1.0)), 1.0 - 0.25 * bool(bits & 3)) for bits in range(8)
@@ -21,10 +21,10 @@ def test_a_lane_works_in_order_and_waits() -> None:
     first = program.add("a", Queue.COMPUTE, 2.0)
     copied = program.add("b", Queue.D2H, 3.0, [first])
     program.add("c", Queue.COMPUTE, 1.0)
-    program.add("d", Queue.COMPUTE, 1.0, [copied, NOTHING])
+    program.add("d", Queue.COMPUTE, 1.0, [copied])
     timeline = run(program)
-    assert timeline.starts_s == (0.0, 2.0, 2.0, 5.0)
-    assert timeline.ends_s == (2.0, 5.0, 3.0, 6.0)
+    assert timeline.starts_s == [0.0, 2.0, 2.0, 5.0]
+    assert timeline.ends_s == [2.0, 5.0, 3.0, 6.0]
 
 
 def test_speed_changes_when_another_lane_starts_and_ends() -> None:
@@ -43,6 +43,16 @@ def test_the_host_slows_beside_copies() -> None:
     program.add("host", Queue.HOST, 3.0)
     program.add("down", Queue.D2H, 2.0)
     assert run(program, HALVED).ends_s[0] == pytest.approx(2.0 + 1.5)
+
+
+def test_rounds_wait_for_those_before() -> None:
+    """Seen red: waits for the round before that are for work of the first round."""
+    program = Program()
+    program.add("copy", Queue.H2D, 1.0, [-1])  # waits for the compute of the round before
+    program.add("compute", Queue.COMPUTE, 2.0)
+    timeline = run(program, rounds=3)
+    assert timeline.starts_s == [0.0, 0.0, 2.0, 2.0, 4.0, 4.0]
+    assert timeline.ends_s == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
 
 
 programs = st.lists(
@@ -72,6 +82,24 @@ def test_no_lane_is_faster_than_its_work_and_nothing_starts_before_what_it_waits
         ends = [timeline.ends_s[i] for i in numbers]
         assert all(end <= timeline.starts_s[after] + 1e-9 for end, after in zip(ends[:-1], numbers[1:], strict=True))
         assert max(ends, default=0.0) <= sum(program.seconds) * 4 + 1e-6
+
+
+@given(programs, st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=5))
+def test_rounds_are_one_program_in_which_the_work_is_repeated(
+    rows: list[tuple[Queue, float, list[int]]], before: list[tuple[int, int]]
+) -> None:
+    """Compare times bit by bit. Seen red: waits for the round before that point one piece of work too far."""
+    count = len(rows)
+    waits = [[w % i for w in waits] if i else [] for i, (_, _, waits) in enumerate(rows)]
+    for number, wait in before:
+        waits[number % count].append(wait % count - count)
+    short, long = Program(), Program()
+    for (queue, seconds, _), of in zip(rows, waits, strict=True):
+        short.add("w", queue, seconds, of)
+    for start in (0, count):
+        for (queue, seconds, _), of in zip(rows, waits, strict=True):
+            long.add("w", queue, seconds, [start + w for w in of if start + w >= 0])
+    assert run(short, HALVED, rounds=2) == run(long, HALVED)
 
 
 @given(programs)

@@ -8,6 +8,7 @@ by their bound taken for the fastest, a bound with the whole of the host's step 
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from dataclasses import replace
@@ -20,22 +21,22 @@ from hypothesis import given, settings
 from plan_cases import PAIRS, answered, llama_1b, llama_8b, llama_70b, qwen_30b
 from workload_cases import llama
 
-from hostward.core.inventory import align
+from hostward.core.inventory import Dtype, Inventory, Parameter, StateFormat, align, cut_buckets
 from hostward.core.placement import Placement
 from hostward.core.units import GIB
 from hostward.errors import ConfigError
 from hostward.plan.budgets import Budgets
 from hostward.plan.cost_model import Costs, speeds_of
 from hostward.plan.decisions import LEAVES, Choice, Keep
-from hostward.plan.gradient_memory import Facts, Gradients
+from hostward.plan.gradient_memory import Facts
 from hostward.plan.hardware_profile import profile
 from hostward.plan.memory_model import STEADY_STEP, required
 from hostward.plan.rank_partition import required_of, sharded
 from hostward.plan.render import render
-from hostward.plan.result import Question, answer, default_budgets, verdict
+from hostward.plan.result import Fix, Question, answer, default_budgets, verdict
 from hostward.plan.search import Candidate, Frontier
-from hostward.plan.solver import LAST_STAY, Forced, rounded_up
-from hostward.plan.step_memory import Passes, StepModel
+from hostward.plan.solver import LAST_STAY, Forced, Limits, LinearProgram, rounded_up
+from hostward.plan.step_memory import Passes
 from hostward.plan.step_time import StepTimeline, least_s, predict, predict_of
 from hostward.schedule.ops import operands
 from hostward.schedule.optimizer import StepShape, lower_step
@@ -60,6 +61,21 @@ budgets = st.builds(
     st.one_of(st.none(), st.integers(0, 8 * GIB)),
     st.one_of(st.none(), st.integers(0, 8 * GIB)),
 )
+
+
+LEVELS = [None, *(GIB * level // 8 for level in (4, 6, 8, 10, 12, 16, 24, 32))]
+
+
+@given(st.lists(st.tuples(st.sampled_from(LEVELS), st.sampled_from(LEVELS)), min_size=2, max_size=8), st.booleans())
+@settings(max_examples=30, deadline=None)
+def test_what_is_known_of_wider_limits_changes_no_answer(
+    asked: list[tuple[int | None, int | None]], several: bool
+) -> None:
+    """Seen red: what was found within narrower limits, taken for a bound within wider ones."""
+    costs = frontier(several).costs
+    program = LinearProgram(costs, Forced(), frozenset())
+    for limits in (Limits(*pair) for pair in asked):
+        assert program.solve(limits) == LinearProgram(costs, Forced(), frozenset()).solve(limits)
 
 
 @given(budgets, st.booleans())
@@ -354,22 +370,20 @@ def test_what_does_not_fit_comes_with_the_smallest_change_that_would() -> None:
     assert found.chosen is None
     text = render(found)
     assert "It does not fit." in text
-    option = next(change for change in found.changes if change.startswith("--device-memory"))
-    raised = float(option.removeprefix("--device-memory ").removesuffix("GiB"))
+    raised = next(fix.device_bytes for fix in found.fixes if fix.device_bytes) / GIB
     assert found.frontier.best(Budgets(int(raised * GIB), 200 * GIB)) is not None
     assert found.frontier.best(Budgets(int((raised - 0.1) * GIB), 200 * GIB)) is None
 
 
-@pytest.mark.parametrize(
-    ("batch", "proposed"), [(16, "a microbatch of 4 sequences"), (9, "a microbatch of 3 sequences")]
-)
-def test_a_smaller_microbatch_that_divides_the_step_is_proposed_where_that_is_enough(batch: int, proposed: str) -> None:
+@pytest.mark.parametrize(("batch", "proposed"), [(16, 4), (9, 3)])
+def test_a_smaller_microbatch_that_divides_the_step_is_proposed_where_that_is_enough(batch: int, proposed: int) -> None:
     workload = llama_1b(batch=batch)
     placements = dict.fromkeys(range(len(workload.inventory.buckets)), Placement.DEVICE)
     forced = Forced(placements, dict.fromkeys(range(16), Keep.KEEP), frozenset())
     found = answer(Question(workload, profile("h200"), 1, Budgets(60 * GIB), forced), required)
     assert found.chosen is None
-    assert proposed in found.changes
+    (fix,) = (f for f in found.fixes if f.microbatch_sequences)
+    assert fix == Fix(f"microbatches of {proposed} sequences", microbatch_sequences=proposed)
 
 
 def test_shorter_sequences_are_proposed_where_one_is_too_long() -> None:
@@ -379,9 +393,11 @@ def test_shorter_sequences_are_proposed_where_one_is_too_long() -> None:
     workload, budgets = llama_8b(batch=2), Budgets(4 * GIB, 200 * GIB)
     found = answer(Question(workload, profile("h200"), 1, budgets, Forced()), required)
     assert found.chosen is None
-    (change,) = (c for c in found.changes if c.startswith("sequences of"))
-    tokens = int(change.rpartition(" ")[2])
-    assert f"model.seq_length={tokens}," in change
+    (fix,) = (f for f in found.fixes if f.sequence_tokens or f.microbatch_sequences)
+    tokens = fix.sequence_tokens
+    assert tokens is not None
+    assert fix.microbatch_sequences == 1
+    assert fix.what == f"sequences of {tokens:,} tokens, one in a microbatch"
 
     def fits(sequence: int) -> bool:
         tried = replace(workload, microbatch_sequences=1, microbatches=2, sequence_tokens=sequence)
@@ -390,7 +406,6 @@ def test_shorter_sequences_are_proposed_where_one_is_too_long() -> None:
     assert workload.sequence_tokens % tokens == 0
     assert fits(tokens)
     assert 2 * tokens == workload.sequence_tokens or not fits(2 * tokens)
-    assert not any(c.startswith("a microbatch") for c in found.changes)
 
 
 def test_it_is_said_how_many_gpus_it_takes() -> None:
@@ -400,8 +415,9 @@ def test_it_is_said_how_many_gpus_it_takes() -> None:
     budgets = Budgets(40 * GIB, 20 * GIB)
     found = answer(Question(part, profile("h100"), 8, budgets, Forced(), whole), required_of(part))
     assert found.chosen is None
-    (change,) = (c for c in found.changes if "GPUs, of" in c)
-    assert change == "32 GPUs, of 4 machines like this one"
+    (fix,) = (f for f in found.fixes if f.gpus)
+    assert fix.what.startswith("32 GPUs, as in 4 machines like this one")
+    assert (fix.gpus, fix.host_bytes, fix.step_sequences, fix.resharded) == (32, 640 * GIB, 32, False)
 
     def fits(ranks: int) -> bool:
         tried = sharded(replace(whole, microbatches=ranks), ranks, resharded=True)
@@ -417,10 +433,32 @@ def test_it_is_said_what_more_gpus_do_not_make_smaller() -> None:
     whole = qwen_30b()
     part = sharded(whole, 4, resharded=True)
     found = answer(Question(part, profile("h200"), 4, Budgets(3 * GIB), Forced(), whole), required_of(part))
-    assert not any("GPUs, of" in change for change in found.changes)
-    assert "More such GPUs do not: of 16, each needs " in render(found)
+    assert not any(fix.gpus for fix in found.fixes)
+    assert re.search("^More such GPUs would not help: each of (16|256) needs .* of it [a-z ]+[.]$", render(found), re.M)
     alone = answer(Question(part, profile("h200"), 4, Budgets(3 * GIB), Forced()), required_of(part))
-    assert "More such GPUs" not in render(alone)
+    assert "More such" not in render(alone)
+    short = answer(
+        Question(part, profile("h200"), 4, Budgets(7 * GIB, GIB // 1024), Forced(), whole), required_of(part)
+    )
+    assert "More such machines would not help, with up to 256 GPUs." in render(short)
+
+
+@pytest.mark.parametrize(("rows", "proposed"), [(0, [2]), (6, [4]), (2, [])])
+def test_numbers_of_gpus_that_the_format_of_the_state_does_not_allow_are_passed_over(
+    rows: int, proposed: list[int]
+) -> None:
+    """Of a matrix of 6 rows of 64 elements each of 4 ranks has whole blocks of FP8 moments, and not each of 2; of one
+    of 2 rows no number of ranks has.
+    """
+    odd = Parameter("layers.0.odd", rows * 64, Dtype.BF16, "layers.0", rows=rows)
+    parameters = (*FEW_LAYERS.inventory.parameters, odd)
+    buckets = cut_buckets(parameters, form=StateFormat(Dtype.FP8, Dtype.FP8))
+    whole = replace(FEW_LAYERS, inventory=Inventory(parameters, buckets))
+    limits = Budgets(int(0.4 * Frontier(whole, H200, required).base.needs.device_peak_bytes), GIB // 8)
+    found = answer(Question(whole, profile("h200"), 1, limits, Forced(), whole), required_of(whole))
+    assert found.chosen is None
+    assert "It does not fit." in render(found)
+    assert [fix.gpus for fix in found.fixes if fix.gpus] == proposed
 
 
 def test_a_share_of_a_model_on_each_of_several_gpus() -> None:
@@ -453,10 +491,7 @@ def test_an_embedding_that_is_the_output_layer_is_whole_all_the_time() -> None:
     part = sharded(replace(llama_1b(batch=1), microbatches=8), 8, resharded=True)
     tied = replace(part, layers=(*part.layers[:-1], replace(part.layers[-1], trained_weight_bytes=0)))
     choice = Choice((Placement.HOST,) * len(part.inventory.buckets), (Keep.RECOMPUTE,) * len(part.repeated))
-    apart, together = (
-        StepModel(facts := Facts(of), Passes(facts), choice, Gradients(facts, choice)).timeline.gathered[:-1]
-        for of in (part, tied)
-    )
+    apart, together = (Passes(Facts(of)).layers(choice).step.gathered[:-1] for of in (part, tied))
     embedding_bytes = 8 * part.layers[0].weight_bytes
     assert together.min() >= embedding_bytes
     assert apart.min() < embedding_bytes
@@ -467,7 +502,7 @@ def test_half_of_a_tied_gradient_is_counted_once() -> None:
     part = sharded(replace(llama_1b(batch=1), microbatches=2), 2, resharded=True)
     tied = replace(part, layers=(*part.layers[:-1], replace(part.layers[-1], trained_weight_bytes=0)))
     choice = Choice((Placement.HOST,) * len(part.inventory.buckets), (Keep.RECOMPUTE,) * len(part.repeated))
-    model = StepModel(facts := Facts(tied), Passes(facts), choice, Gradients(facts, choice))
+    model = Passes(Facts(tied)).layers(choice)
     layer_bytes = 2 * part.repeated[0].weight_bytes
     for i in range(2, len(part.layers) - 2):
         assert model._gathered_behind[i] == 2 * part.layers[0].weight_bytes + 4 * layer_bytes
@@ -480,7 +515,7 @@ def test_weights_that_stay_whole_are_fetched_once_a_step() -> None:
     fetched = {}
     for workload in (part, replace(part, resharded=True)):
         costs = Costs(workload, speeds_of(profile("h200"), 8))
-        step = StepTimeline(costs, choice, required_of(workload)(workload, choice), costs.units(choice))
+        step = StepTimeline(costs, choice, required_of(workload)(workload, choice))
         step.backward(last=True)
         step.step()
         step.forward(first=True)

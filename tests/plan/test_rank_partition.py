@@ -8,9 +8,10 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
+from workload_cases import llama
 
-from hostward.core.inventory import SPLIT_ELEMENTS, Dtype, Parameter, cut_buckets
-from hostward.plan.rank_partition import cut_alike, first_parts
+from hostward.core.inventory import SPLIT_ELEMENTS, Dtype, Inventory, Parameter, StateFormat, cut_buckets
+from hostward.plan.rank_partition import UndividedError, cut_alike, first_parts, sharded
 
 shapes = st.lists(st.tuples(st.integers(0, 40), st.sampled_from([1, 3, 64, 1000, 4096])), min_size=1, max_size=6)
 
@@ -68,6 +69,27 @@ def test_every_rank_has_the_buckets_of_the_first_as_far_as_it_has_elements(
             assert (bucket.layer, bucket.dtype, bucket.kind) == (of_first.layer, of_first.dtype, of_first.kind)
             assert {r.name for r in bucket.ranges} <= {r.name for r in of_first.ranges}
             assert bucket.numel < of_first.numel + SPLIT_ELEMENTS * len(of_first.ranges)
+
+
+def test_blocks_of_fp8_moments_are_those_of_matrices_and_are_not_divided() -> None:
+    """A norm of 128 elements is cut anywhere; a matrix is not, and another number of ranks may divide it."""
+    model = llama(layers=1, hidden=256, ffn=512, heads=2, kv_heads=2, vocab=512)
+    odd = Parameter("layers.0.odd", 6 * 64, Dtype.BF16, "layers.0", rows=6)
+    norm = Parameter("layers.0.q_norm", 128, Dtype.BF16, "layers.0", rows=128, dims=1)
+
+    def divided(ranks: int, form: StateFormat, *more: Parameter) -> int:
+        parameters = (*model.inventory.parameters, *more)
+        inventory = Inventory(parameters, cut_buckets(parameters, form=form))
+        return sharded(replace(model, inventory=inventory, microbatches=8), ranks).inventory.state_bytes
+
+    both = StateFormat(Dtype.FP8, Dtype.FP8)
+    for ranks in (2, 4):
+        assert divided(ranks, both, norm) - divided(ranks, both) == 6 * 128 // ranks
+    assert divided(4, both, odd) - divided(4, both) == 4 * 128 + 2
+    for form in (both, StateFormat(Dtype.BF16, Dtype.FP8)):
+        with pytest.raises(UndividedError, match=r"moments in FP8, of 'layers.0.odd' as well, of which each of 2 GPUs"):
+            divided(2, form, odd, norm)
+    divided(2, StateFormat(Dtype.BF16, Dtype.BF16), odd)
 
 
 def test_elements_are_divided_where_rows_are_not_known() -> None:

@@ -10,9 +10,10 @@ from itertools import product
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
+from plan_cases import llama_8b
 from workload_cases import llama
 
-from hostward.core.placement import Placement, place_fraction
+from hostward.core.placement import Placement, place_fraction, placements_of
 from hostward.core.units import GIB
 from hostward.plan.budgets import Budgets
 from hostward.plan.cost_model import speeds_of
@@ -81,6 +82,27 @@ def test_no_flag_makes_it_faster(workload: Workload, machine: str, budgets: Budg
         other = planned(workload, machine, budgets, forced)
         if other is not None:
             assert found.prediction.step_s <= AS_GOOD * other.prediction.step_s, forced
+
+
+def test_three_treatments_of_layers_are_found() -> None:
+    """Seen red, followed from the best choices of one kind and of another, which each treat all layers alike: 3 %."""
+    made: dict[str, list[str]] = {}
+    for parameter in reversed(llama_8b(batch=1).inventory.parameters):
+        made.setdefault(parameter.layer, []).append(parameter.name)
+    layers = tuple(replace(layer, gradients=tuple(made[layer.name])) for layer in llama_8b(batch=1).layers)
+    workload = replace(llama_8b(batch=1), sequence_tokens=2048, layers=layers)
+    budgets = Budgets(int(20.35 * GIB), 128 * GIB)
+    found = planned(workload, "rtx-4090", budgets)
+    assert found is not None
+    keeps = (*[Keep.RECOMPUTE_OFFLOAD] * 9, *[Keep.OFFLOAD] * 13, *[Keep.KEEP] * 10)
+    away = frozenset(layer.name for layer in workload.repeated[:10])
+    buckets = workload.inventory.buckets
+    free = [bucket for bucket in buckets if bucket.layer not in away]
+    of_free = dict(zip((bucket.index for bucket in free), placements_of(free, 1.0, 0.59), strict=True))
+    choice = Choice(tuple(of_free.get(bucket.index, Placement.HOST) for bucket in buckets), keeps, away)
+    mixed = Candidate(choice, required_of(workload)(workload, choice), found.costs, found.plain)
+    assert not budgets.over(mixed.needs)
+    assert found.prediction.step_s <= AS_GOOD * mixed.prediction.step_s
 
 
 def carried_out(keeps: tuple[Keep, ...]) -> bool:
@@ -163,12 +185,17 @@ def test_no_choice_of_a_small_model_is_faster(
         ((2, 1024, 512, True), ("h100", 0.25), 0.87, None),
         ((2, 1024, 2048, False), ("h100", 0.25), 0.248, 0.703),
         ((2, 1536, 2048, False), ("h100", 2.0), 0.545, None),
+        ((2, 1536, 1024, True), ("h100", 0.25), 0.232, None),
+        ((3, 512, 4096, False), ("h200", 0.5), 0.521, 0.629),
     ],
 )
 def test_what_random_models_and_limits_found_once(
     of: tuple[int, int, int, bool], machine: tuple[str, float], device: float, host: float | None
 ) -> None:
-    """Seen red, with one streamed share and a halved offloaded share for each treatment: 52 % slower, none, 6 %."""
+    """Seen red, the first three with one streamed share and a halved offloaded share for each treatment: 52 % slower,
+    none, 6 %; the next where a bucket that still fits was not tried: 7 %; the last where a layer was treated otherwise
+    only with the streamed share of before, which is 0 where no state is offloaded: 5 %.
+    """
     require_fastest(of, machine, device, host)
 
 

@@ -16,6 +16,8 @@ from run_fixtures import Cli
 
 from hostward import recipes
 from hostward.config.validate import check
+from hostward.core.inventory import Dtype, StateFormat
+from hostward.core.placement import Placement
 from hostward.kernels.cpu.adamw import AdamWTask
 from hostward.runtime.backend import AdamWOperands, Buffer, Tier
 from hostward.runtime.simulated import backend as simulated
@@ -25,6 +27,7 @@ from hostward.trainer.plan_request import Shares, shares
 from hostward.trainer.run import Run
 from hostward.trainer.verify.after_step import AfterStep
 from hostward.trainer.verify.cases import PLACEMENTS, SCHEDULES, choose, without_offloading
+from hostward.trainer.verify.claims import differing_role
 from hostward.trainer.verify.command import clipped
 
 LEAVING = ["model.cpu_offloading=True", "model.cpu_offloading_num_layers=1"]
@@ -379,6 +382,12 @@ def test_a_wrong_kernel_of_one_placement_is_named(verify: Cli, monkeypatch: pyte
     assert outcome.code == 1
     assert broken_claims(outcome) == {"kernels equal the definition"}
     assert "exp_avg of a host bucket differs from numpy" in outcome.out
+
+
+@pytest.mark.parametrize("placement", Placement)
+def test_kernels_of_fp8_moments_are_compared_with_the_definition(placement: Placement) -> None:
+    form = StateFormat(Dtype.FP8, Dtype.FP8, Dtype.BF16)
+    assert differing_role(torch.device("cpu"), torch.bfloat16, placement, form) is None
 
 
 def test_leaked_device_bytes_fail(verify: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,19 +137,21 @@ def fact_lines(facts: Mapping[str, str]) -> list[str]:
 
 
 _GAP = re.compile(r"(?<=\S) {2,}(?=\S)")
+_COMMAND = re.compile(r" +hostward [a-z]+ ")
 
 
 def wrapped(text: str) -> str:
     """Return text whose lines fit the terminal, or 80 columns if there is none.
 
-    A longer line goes on below the start of its last column, if it is a row of columns, else indented.
+    A longer line goes on below the start of its last column, if it is a row of columns, else indented. An indented
+    command stays whole, for a terminal that breaks it itself pastes it as one line.
     """
     width = shutil.get_terminal_size().columns
     return "".join(_fitting(line, width) for line in text.splitlines(keepends=True))
 
 
 def _fitting(line: str, width: int) -> str:
-    if len(line.rstrip()) <= width:
+    if len(line.rstrip()) <= width or _COMMAND.match(line):
         return line
     gaps = [gap.end() for gap in _GAP.finditer(line) if gap.end() <= width * 3 // 4]
     start = gaps[-1] if gaps else len(line) - len(line.lstrip())

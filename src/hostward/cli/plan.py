@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import difflib
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,6 +24,7 @@ from hostward.cli.output import (
 )
 from hostward.cli.recipe import DEFAULT_RECIPE, configured
 from hostward.errors import ConfigError, ExitCode, HostwardError, UnknownNameError
+from hostward.plan.hardware_profile import PROFILES
 from hostward.trainer.garbage_collection import gc_disabled
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from hostward.plan.cost_model import Speeds
     from hostward.plan.hardware_profile import Hardware
     from hostward.plan.plan_file import PlanFile
-    from hostward.plan.result import Answer, Question
+    from hostward.plan.result import Answer, Fix, Question
     from hostward.plan.solver import Forced
     from hostward.plan.workload import Workload
 
@@ -48,26 +49,64 @@ Words = Annotated[
 ]
 Recipe = Annotated[
     str | None,
-    typer.Option("--recipe", help="A recipe by name; `hostward recipes` lists them.", autocompletion=complete_recipe),
+    typer.Option(
+        "--recipe",
+        help="A recipe by name; `hostward recipes` lists them.",
+        autocompletion=complete_recipe,
+        show_default=DEFAULT_RECIPE,
+    ),
 ]
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", metavar="PATH", help="A transformers config.json instead of a recipe.")
 ]
-Sequence = Annotated[int | None, typer.Option("--seq", min=1, help="With --config: tokens in a sequence.")]
-Batch = Annotated[int | None, typer.Option("--batch", min=1, help="With --config: sequences in a step, of all GPUs.")]
+Sequence = Annotated[
+    int | None, typer.Option("--seq", min=1, help="With --config: tokens in a sequence.", show_default="4096")
+]
+Batch = Annotated[
+    int | None,
+    typer.Option(
+        "--batch",
+        min=1,
+        help="With --config: sequences in a step, of all GPUs.",
+        show_default="one microbatch of each GPU",
+    ),
+]
 Reshard = Annotated[
     bool, typer.Option("--reshard", help="With --config and several GPUs: reshard layers after forward.")
 ]
-Micro = Annotated[int | None, typer.Option("--micro-batch", min=1, help="With --config: sequences in a microbatch.")]
-Device = Annotated[str | None, typer.Option("--device-memory", metavar="SIZE", help="Of each GPU, as in 40GiB.")]
-Host = Annotated[str | None, typer.Option("--host-memory", metavar="SIZE", help="Of the machine, all GPUs together.")]
+Micro = Annotated[
+    int | None, typer.Option("--micro-batch", min=1, help="With --config: sequences in a microbatch.", show_default="1")
+]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        "--device-memory",
+        metavar="SIZE",
+        help="Of each GPU, as in 40GiB.",
+        show_default="what the GPU has, less a reserve",
+    ),
+]
+Host = Annotated[
+    str | None,
+    typer.Option(
+        "--host-memory",
+        metavar="SIZE",
+        help="Of the machine, all GPUs together.",
+        show_default="what a measured machine has, less a tenth; else no limit",
+    ),
+]
 Pinned = Annotated[str | None, typer.Option("--pinned-memory", metavar="SIZE", help="Pinned, of the machine.")]
 NoPin = Annotated[
     bool, typer.Option("--no-pin", help="With a CPU optimizer step neither gradients nor weights are pinned.")
 ]
 HardwareName = Annotated[
     str | None,
-    typer.Option("--hardware", metavar="FILE|PROFILE", help="From `hostward bench machine`, or a shipped profile."),
+    typer.Option(
+        "--hardware",
+        metavar="FILE|PROFILE",
+        help=f"A file of `hostward bench machine`, or a shipped profile: {', '.join(PROFILES)}.",
+        show_default=DEFAULT_PROFILE,
+    ),
 ]
 Gpus = Annotated[
     str,
@@ -77,11 +116,20 @@ Gpus = Annotated[
 ]
 Place = Annotated[
     list[str] | None,
-    typer.Option("--place", metavar="PATTERN=device|streamed|host", help="Chosen by hand: layers or buckets by name."),
+    typer.Option(
+        "--place",
+        metavar="PATTERN=device|streamed|host",
+        help="Chosen by hand: optimizer state of layers or buckets by name.",
+    ),
 ]
 KeepOption = Annotated[
     list[str] | None,
-    typer.Option("--keep", metavar="PATTERN=WHAT", help="keep, offload, recompute ...: chosen by hand."),
+    typer.Option(
+        "--keep",
+        metavar="PATTERN=WHAT",
+        help="Chosen by hand, of layers by name: keep, offload, recompute, recompute_offload, elementwise or "
+        "elementwise_offload.",
+    ),
 ]
 Weights = Annotated[int | None, typer.Option("--weights", min=0, help="So many first layers' weights on the host.")]
 Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw step time against device memory.")]
@@ -123,8 +171,8 @@ def plan(
 ) -> None:
     """Predict a run: bytes by phase, placements, seconds per step, and the step time with less memory.
 
-    Exit code 1 if it does not fit, with the smallest change that would, or a step cannot be divided among --gpus.
-    `hostward plan diff A B` compares two plans.
+    Exit code 1 if it does not fit, with what is short and commands that fit, or a step cannot be divided among --gpus.
+    Without --hardware an NVIDIA H200 is assumed. `hostward plan diff A B` compares two plans.
     """
     if words and words[0] == "diff":
         if json_file is not None:
@@ -135,13 +183,12 @@ def plan(
         raise UnknownNameError(f"hostward plan has no command {words[0]!r}", fix="hostward plan diff A.json B.json")
     require_replaceable("--json", json_file)
     require_writable("--plot", plot)
-    from hostward.plan.hardware_profile import PROFILES
     from hostward.plan.render import compared, render
     from hostward.plan.solver import require_scipy
 
     require_scipy()
     places, keeps = tuple(place or ()), tuple(keep or ())
-    given = device_memory, host_memory, pinned_memory, no_pin, hardware, gpus, places, keeps, weights
+    given = hardware, gpus, device_memory, host_memory, pinned_memory, no_pin, places, keeps, weights
     flags = Flags(tuple(words or ()), recipe, config, sequence, batch, micro_batch, reshard, *given)
     counts = flags.counts()
     if len(counts) > 1 and (plot is not None or json_file is not None or why_not):
@@ -151,17 +198,25 @@ def plan(
     others = [(text, _varied(context, flags, text)) for text in why_not or []]
     chosen_by_hand = bool(place or keep or weights is not None)
     answers, undivided = _answers(counts, flags.asked(), partial(_answer, plot, json_file, chosen_by_hand))
-    told = text_stream(json_file)
     varied = f"\n{_beside(answers[0], others)}" if others else ""
-    text = compared(answers, undivided) if len(counts) > 1 else f"{render(answers[0])}{varied}"
-    print(wrapped(text), end="", file=told)
-    if hardware is None:
-        names = ", ".join(name for name in PROFILES if name != DEFAULT_PROFILE)
-        rates = f"rates are those of the shipped profile {DEFAULT_PROFILE}; "
-        rates += f"--hardware takes {names}, or a file of `hostward bench machine`\n"
-        print(f"\n{wrapped(rates)}", end="", file=told)
+    written = {"--plot": plot, "--json": json_file}
+
+    def command(count: int, fix: Fix) -> str:
+        return flags.of(count).fixed(fix).command(written)
+
+    several = len(counts) > 1
+    text = (
+        compared(answers, undivided, command) if several else render(answers[0], partial(command, counts[0])) + varied
+    )
+    print(wrapped(f"{'' if hardware else _ASSUMED}{text}"), end="", file=text_stream(json_file))
     if undivided or any(found.chosen is None for found in answers):
         raise typer.Exit(ExitCode.FAILED)
+
+
+_ASSUMED = (
+    f"no --hardware is given: the shipped profile {DEFAULT_PROFILE} is assumed; --hardware takes "
+    f"{', '.join(name for name in PROFILES if name != DEFAULT_PROFILE)}, or a file of `hostward bench machine`\n"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,12 +230,12 @@ class Flags:
     batch: int | None
     micro_batch: int | None
     reshard: bool
+    hardware: str | None
+    gpus: str
     device_memory: str | None
     host_memory: str | None
     pinned_memory: str | None
     no_pin: bool
-    hardware: str | None
-    gpus: str
     place: tuple[str, ...]
     keep: tuple[str, ...]
     weights: int | None
@@ -193,6 +248,67 @@ class Flags:
                 f"--gpus {self.gpus} is not a number of GPUs", fix="--gpus 8, or --gpus 1,4,8 for a line of each"
             )
         return list(dict.fromkeys(map(int, words)))
+
+    def of(self, count: int) -> Flags:
+        """Return the flags that ask for this number of GPUs alone."""
+        return replace(self, gpus=str(count))
+
+    def fixed(self, fix: Fix) -> Flags:
+        """Return the flags with the fix of a plan that does not fit."""
+        from hostward.core.units import size_option
+
+        sizes = {"device": fix.device_bytes, "host": fix.host_bytes, "pinned": fix.pinned_bytes}
+        given: dict[str, Any] = {f"{name}_memory": size_option(size) for name, size in sizes.items() if size}
+        given |= {"gpus": str(fix.gpus)} if fix.gpus else {}
+        given |= {"no_pin": True} if fix.unpinned else {}
+        given |= {"place": (), "keep": (), "weights": None} if fix.unforced else {}
+        if self.config is None:
+            return replace(self, words=self._fixed_words(fix), **given)
+        batch = fix.step_sequences if self.batch else None
+        if fix.microbatch_sequences:  # without --batch a step has one microbatch of each GPU, but it stays as it is
+            batch = self.batch or self.counts()[0] * (self.micro_batch or 1)
+        sequence, micro_batch = fix.sequence_tokens, fix.microbatch_sequences
+        changed: dict[str, Any] = {
+            "sequence": sequence,
+            "batch": batch,
+            "micro_batch": micro_batch,
+            "reshard": fix.resharded,
+        }
+        return replace(self, **given, **{name: value for name, value in changed.items() if value})
+
+    def _fixed_words(self, fix: Fix) -> tuple[str, ...]:
+        """Return the options of the recipe with the fix."""
+        from hostward.trainer.plan_request import forces
+
+        changed = {
+            "model.seq_length": fix.sequence_tokens,
+            "train.global_batch_size": fix.step_sequences,
+            "train.micro_batch_size": fix.microbatch_sequences,
+            "ddp.data_parallel_sharding_strategy": "optim_grads_params" if fix.resharded else None,
+        }
+        changed = {option: value for option, value in changed.items() if value}
+        names = {word: word.partition("=")[0] for word in self.words}
+        kept = (w for w, name in names.items() if name not in changed and not (fix.unforced and forces(name)))
+        return (*kept, *(f"{option}={value}" for option, value in changed.items()))
+
+    def command(self, written: Mapping[str, Path | None]) -> str:
+        """Return the command line that asks for this.
+
+        Args:
+            written: further flags by name, with the files that they write.
+        """
+        parts = ["hostward", "plan"]
+        for name, flag in _FLAGS.items():
+            value = getattr(self, name)
+            if isinstance(value, tuple):
+                parts += [part for each in value for part in (flag, each)] if flag else []
+            elif value is True:
+                parts.append(flag)
+            elif value is not None and value is not False and (flag, value) != ("--gpus", "1"):
+                parts += [flag, str(value)]
+        for flag, file in written.items():
+            parts += [flag, str(file)] if file else []
+        return shlex.join([*parts, *self.words])
 
     def asked(self) -> Callable[[int], Question]:
         """Return a function that makes the question for a number of GPUs.
@@ -208,6 +324,7 @@ class Flags:
         if self.config is not None and (self.recipe is not None or self.words):
             raise ConfigError("--config goes with neither --recipe nor overrides", fix="leave one of them out")
         sizes = self.sequence, self.batch, self.micro_batch
+        traced = cache(partial(_traced, sequence=self.sequence, micro_batch=self.micro_batch))
         if self.config is None:
             names = "--seq", "--batch", "--micro-batch", "--reshard"
             _require_none_of_a_file(dict(zip(names, (*sizes, self.reshard), strict=True)))
@@ -216,7 +333,8 @@ class Flags:
             budgets = _budgets(machine, count, self.device_memory, self.host_memory, self.pinned_memory)
             if self.config is not None:
                 chosen = hand(None)
-                whole, workload, forced, phases = _of_file(self.config, *sizes, count, resharded=self.reshard)
+                of = partial(traced, self.config)
+                whole, workload, forced, phases = _of_file(of, *sizes[1:], count, resharded=self.reshard)
             else:
                 name = self.recipe or DEFAULT_RECIPE
                 options = configured(name, self.words)
@@ -225,7 +343,10 @@ class Flags:
             if self.no_pin:
                 whole, workload = (replace(w, pin_gradients=False, pin_weights=False) for w in (whole, workload))
             forced = forced_by_hand(workload, forced, chosen)
-            return Question(workload, machine, count, replace(budgets, phases=phases), forced, whole)
+            budgets = replace(budgets, phases=phases)
+            # Of several GPUs with all parameters each no plan is made.
+            more = whole if self.config is not None or options.ddp.use_distributed_optimizer else None
+            return Question(workload, machine, count, budgets, forced, more)
 
         return question
 
@@ -246,7 +367,7 @@ def _varied(context: typer.Context, flags: Flags, text: str) -> Flags:
         for name, value in parsed.params.items()
         if (source := parsed.get_parameter_source(name)) is not None and source.name == "COMMANDLINE"
     }
-    other = sorted(f"--{name.replace('_', '-').removesuffix('-file')}" for name in given.keys() - _FLAGS)
+    other = sorted(f"--{name.replace('_', '-').removesuffix('-file')}" for name in given.keys() - _FLAGS.keys())
     if other or not given or given.get("words", [""])[0] == "diff":
         what = f"{', '.join(other)} is about what is written" if other else "it varies no flag"
         raise UnknownNameError(f"--why-not {text!r}: {what}", fix=may)
@@ -258,7 +379,11 @@ def _varied(context: typer.Context, flags: Flags, text: str) -> Flags:
     return varied
 
 
-_FLAGS = frozenset(field.name for field in fields(Flags))
+_FLAGS = {
+    field.name: {"words": "", "sequence": "--seq"}.get(field.name, f"--{field.name.replace('_', '-')}")
+    for field in fields(Flags)
+}
+"""Flags by the name of their field; words have none."""
 
 
 def _beside(found: Answer, others: list[tuple[str, Flags]]) -> str:
@@ -326,7 +451,7 @@ def _answer(plot: Path | None, json_file: Path | None, chosen_by_hand: bool, que
         if chosen_by_hand:
             _warn_unsupported(made, json_file)
     elif json_file is not None:
-        typer.echo(f"{json_file} is not written: no plan fits", err=True)
+        typer.echo(f"{'--json' if json_file == STDOUT else json_file} is not written: no plan fits", err=True)
     return found
 
 
@@ -357,6 +482,7 @@ def _of_recipe(
     require_planned(config, "hostward plan")
     whole = recipe_workload(config, name=name, folder=usual_folder())
     workload = sharded(whole, gpus, reduced_in_fp32=widened(config, gpus), resharded=resharded(config))
+    whole = replace(whole, reduced_in_fp32=widened(config, 2))
     return whole, workload, asked_of(config, workload, speeds), phases_of(config)
 
 
@@ -372,13 +498,12 @@ def _require_none_of_a_file(given: dict[str, int | None]) -> None:
 
 
 def _of_file(
-    path: Path, sequence: int | None, batch: int | None, micro_batch: int | None, gpus: int, *, resharded: bool
+    traced: Callable[[], Workload], batch: int | None, micro_batch: int | None, gpus: int, *, resharded: bool
 ) -> tuple[Workload, Workload, Forced, tuple[str, ...]]:
-    """Return what `_of_recipe` does, of a config.json."""
+    """Return what `_of_recipe` does, of a config.json whose workload `traced` returns."""
     from hostward.plan.memory_model import EVALUATION, RESUME, SAVE, TRAINING
-    from hostward.plan.rank_partition import sharded
+    from hostward.plan.rank_partition import UndividedError, sharded
     from hostward.plan.solver import Forced
-    from hostward.trainer.workload import config_workload, usual_folder
 
     size = micro_batch or 1
     total = batch or size * gpus
@@ -386,15 +511,22 @@ def _of_file(
         raise ConfigError(
             f"--batch {total} is not a multiple of --micro-batch {size}", fix=f"--batch {-(-total // size) * size}"
         )
-    workload = config_workload(
-        path,
-        sequence_tokens=sequence or 4096,
-        microbatch_sequences=size,
-        microbatches=total // size,
-        folder=usual_folder(),
-    )
+    workload = replace(traced(), microbatches=total // size)
+    try:
+        part = sharded(workload, gpus, resharded=resharded)
+    except UndividedError as error:
+        fix = f"--batch {gpus * size}, or another multiple of it"
+        raise UndividedError(error.what, why=error.why, fix=fix) from error
     # Who trains a model saves it, may have to resume, and evaluates it.
-    return workload, sharded(workload, gpus, resharded=resharded), Forced(), (*TRAINING, SAVE, RESUME, EVALUATION)
+    return workload, part, Forced(), (*TRAINING, SAVE, RESUME, EVALUATION)
+
+
+def _traced(path: Path, sequence: int | None, micro_batch: int | None) -> Workload:
+    """Return the workload of a config.json, read once for several numbers of GPUs."""
+    from hostward.trainer.workload import config_workload, usual_folder
+
+    size = micro_batch or 1
+    return config_workload(path, sequence_tokens=sequence or 4096, microbatch_sequences=size, folder=usual_folder())
 
 
 def _hardware(text: str | None) -> Hardware:

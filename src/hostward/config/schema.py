@@ -198,10 +198,16 @@ class OptimizerConfig(Options):
     adam_eps: float = option(1e-8, "Term that keeps the update finite.")
     clip_grad: float = option(1.0, "Largest global L2 norm of the gradient. 0: no clipping.")
     exp_avg_dtype: str = option(
-        "fp32", "Dtype in which the first moment is stored.", choices=("fp32", "bf16", "fp8"), aliases=DTYPE_ALIASES
+        "fp32",
+        "Dtype in which the first moment is stored. fp8: of matrices; of vectors bf16.",
+        choices=("fp32", "bf16", "fp8"),
+        aliases=DTYPE_ALIASES,
     )
     exp_avg_sq_dtype: str = option(
-        "fp32", "Dtype in which the second moment is stored.", choices=("fp32", "bf16", "fp8"), aliases=DTYPE_ALIASES
+        "fp32",
+        "Dtype in which the second moment is stored. fp8: of matrices; of vectors bf16.",
+        choices=("fp32", "bf16", "fp8"),
+        aliases=DTYPE_ALIASES,
     )
     main_params_dtype: str = option(
         "fp32",

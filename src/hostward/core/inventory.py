@@ -12,7 +12,7 @@ Glossary:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import groupby
@@ -39,7 +39,7 @@ class Dtype(StrEnum):
     BF16 = "bf16"
     FP16 = "fp16"
     FP8 = "fp8"
-    """Moments only: 8 bits per element, and 8 bits per block of FP8_BLOCK elements."""
+    """Moments of matrices only: 8 bits per element, and 8 bits per block of FP8_BLOCK elements."""
 
     @property
     def itemsize_bytes(self) -> int:
@@ -70,7 +70,7 @@ class StateFormat:
 
     The dtypes of the moments are fp32, bf16 or fp8, each by itself. `main_param` is that of the main weights of bf16
     weights: fp32, or bf16, where the weight is all there is. `split_master`: of an fp32 main weight of a bf16 weight
-    only the low 16 bits are stored, besides the weight.
+    only the low 16 bits are stored, besides the weight. What is asked for is one format; `of` says that of a parameter.
     """
 
     exp_avg: Dtype = Dtype.FP32
@@ -96,6 +96,13 @@ class StateFormat:
     def is_fp32(self) -> bool:
         """Return whether all of the state is fp32."""
         return all(dtype is Dtype.FP32 for dtype in self.dtypes.values())
+
+    def of(self, dims: int) -> StateFormat:
+        """Return the format of a parameter that has so many dimensions as a whole: FP8 takes two, and is else bf16."""
+        if dims > 1 or not self.fp8_moments:
+            return self
+        first, second = (Dtype.BF16 if dtype is Dtype.FP8 else dtype for dtype in self.moments.values())
+        return replace(self, exp_avg=first, exp_avg_sq=second)
 
     def master_kind(self, dtype: Dtype) -> MasterKind:
         """Return how the main weight of a weight of this dtype is stored.
@@ -126,7 +133,7 @@ class StateFormat:
     @property
     def fp8_moments(self) -> int:
         """Return how many of the two moments are FP8."""
-        return sum(dtype is Dtype.FP8 for dtype in self.moments.values())
+        return (self.exp_avg is Dtype.FP8) + (self.exp_avg_sq is Dtype.FP8)
 
     def scale_bytes(self, elements: int) -> int:
         """Return the bytes of the blocks of so many elements of one parameter, in all moments together."""
@@ -176,7 +183,7 @@ class Parameter:
 
     The part has `numel` elements from `first` on. `layer` names the part of the model that uses the tensor, `group` its
     optimizer parameter group. `rows` is the first dimension of the unsharded tensor, by which ranks divide it; 0: not
-    known.
+    known. `dims` is the number of its dimensions.
     """
 
     name: str
@@ -186,6 +193,7 @@ class Parameter:
     group: int = 0
     first: int = 0
     rows: int = 0
+    dims: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,13 +308,14 @@ class Inventory:
 
     @property
     def form(self) -> StateFormat:
-        """Return how state is stored, which is the same in all buckets."""
-        return self.buckets[0].form if self.buckets else FP32_STATE
+        """Return the format that is asked for; that of vectors where there is no matrix."""
+        return bucket_as_asked(self.buckets).form if self.buckets else FP32_STATE
 
     @property
     def saved_bytes(self) -> list[int]:
         """Return the bytes of each parameter's state in a checkpoint."""
-        return [p.numel * self.form.saved_element_bytes(p.dtype) for p in self.parameters]
+        form = self.form
+        return [p.numel * form.saved_element_bytes(p.dtype) for p in self.parameters]
 
 
 def align(value: int, unit: int) -> int:
@@ -327,6 +336,11 @@ def layer_of(name: str) -> str:
     return ".".join(parts[:-1])
 
 
+def bucket_as_asked(buckets: Sequence[Bucket]) -> Bucket:
+    """Return the first bucket whose state has the format that is asked for; the first one if there are no matrices."""
+    return next((bucket for bucket in buckets if bucket.form.fp8_moments), buckets[0])
+
+
 def bucket_cap(numel: int) -> int:
     """Return the elements of the largest bucket for a model of `numel`: a 64th of it, from 64 Ki to 64 Mi."""
     return max(SMALLEST_BUCKET_CAP, min(LARGEST_BUCKET_CAP, numel // 64)) // SPLIT_ELEMENTS * SPLIT_ELEMENTS
@@ -337,14 +351,17 @@ def cut_buckets(
 ) -> tuple[Bucket, ...]:
     """Cut parameters, given in order of use in forward, into buckets of at most `cap` elements.
 
-    Parameters of a layer that follow one another are taken group by group, so that a layer has few buckets. Tensors
+    Parameters of a layer that follow one another are taken group by group, and matrices before vectors where their
+    formats differ, so that a layer has few buckets: each has one format, and FP8 moments are of matrices alone. Tensors
     above `cap` are split at multiples of 4,096, into equal pieces of about the size of the largest unsplit one:
     a GPU staging buffer is as large as the largest bucket that uses it. Smaller tensors are not split. A part that
     begins within a chunk of the gradient norm is cut where the next chunk begins. Zero-size parameters belong to no
     bucket. Raises ConfigError for a `cap` that is not a positive multiple of 4,096.
     """
     layers = groupby(parameters, key=attrgetter("layer"))
-    parameters = tuple(p for _, of_layer in layers for p in sorted(of_layer, key=attrgetter("group")))
+    parameters = tuple(
+        p for _, of_layer in layers for p in sorted(of_layer, key=lambda p: (p.group, -form.of(p.dims).fp8_moments))
+    )
     cap = bucket_cap(sum(p.numel for p in parameters)) if cap is None else cap
     if cap < SPLIT_ELEMENTS or cap % SPLIT_ELEMENTS:
         raise ConfigError(
@@ -355,17 +372,17 @@ def cut_buckets(
     largest = max((p.numel for p in parameters if p.numel <= cap), default=cap)
     buckets: list[Bucket] = []
     open_ranges: list[Range] = []
-    open_key: tuple[str, Dtype, int] | None = None
+    open_key: tuple[str, Dtype, int, StateFormat] | None = None
 
     def close() -> None:
         if open_ranges and open_key is not None:
-            layer, dtype, group = open_key
-            kind = form.master_kind(dtype)
-            buckets.append(Bucket(first_index + len(buckets), layer, dtype, group, kind, tuple(open_ranges), form))
+            layer, dtype, group, own = open_key
+            kind = own.master_kind(dtype)
+            buckets.append(Bucket(first_index + len(buckets), layer, dtype, group, kind, tuple(open_ranges), own))
             open_ranges.clear()
 
     for parameter in (p for p in parameters if p.numel):
-        key = (parameter.layer, parameter.dtype, parameter.group)
+        key = (parameter.layer, parameter.dtype, parameter.group, form.of(parameter.dims))
         if key != open_key:
             close()
             open_key = key

@@ -238,13 +238,28 @@ def summed_on_host(buckets: Sequence[Bucket], placements: Sequence[Placement]) -
     A gradient is accumulated in one place, so a bucket is left out if it shares a parameter with a bucket elsewhere, or
     with a bucket that does.
     """
+    return summed_among(sharing(buckets), placements)
+
+
+def sharing(buckets: Sequence[Bucket]) -> Sequence[Sequence[int]]:
+    """Return the positions of the buckets of each parameter that several of them share."""
+    having: dict[str, list[int]] = {}
+    for b, bucket in enumerate(buckets):
+        for name in bucket.parts:
+            having.setdefault(name, []).append(b)
+    return [positions for positions in having.values() if len(positions) > 1]
+
+
+def summed_among(shared: Sequence[Sequence[int]], placements: Sequence[Placement]) -> frozenset[int]:
+    """Return what `summed_on_host` does, of buckets whose `sharing` is known."""
     found = {b for b, placement in enumerate(placements) if placement is Placement.HOST}
-    while True:
-        elsewhere = {name for b, bucket in enumerate(buckets) if b not in found for name in bucket.parts}
-        kept = {b for b in found if elsewhere.isdisjoint(buckets[b].parts)}
-        if kept == found:
-            return frozenset(found)
-        found = kept
+    before = -1
+    while before != len(found):
+        before = len(found)
+        for positions in shared:
+            if not found.issuperset(positions):
+                found.difference_update(positions)
+    return frozenset(found)
 
 
 def host_step_bytes(*, state_bytes: int, weight_bytes: int) -> int:

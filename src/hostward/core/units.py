@@ -39,6 +39,13 @@ def size_bytes(text: str, option: str) -> int:
     return int(float(number) * _UNITS[unit])
 
 
+def size_option(nbytes: int) -> str:
+    """Format bytes as `size_bytes` parses them, rounded up to a MiB, or to a tenth of a GiB from one GiB on."""
+    if nbytes <= GIB - MIB:
+        return f"{-(-nbytes // MIB)}MiB"
+    return f"{-(-nbytes * 10 // GIB) / 10:.1f}".removesuffix(".0") + "GiB"
+
+
 def gib(size: float) -> str:
     """Format a size in GiB with one decimal, without the unit."""
     return f"{size / GIB:,.1f}"

@@ -81,14 +81,6 @@ class FlatShards:
         """Return whether this is the process that counts, in a larger group, what all of these have."""
         return self.group is None or self.group.rank() == 0
 
-    def cut_within(self, elements: int) -> str | None:
-        """Return a whole parameter with a part that does not begin at a multiple of so many of its elements.
-
-        The answer is the same on all processes of the group; None: there is none.
-        """
-        cut = (whole for whole, parts in self._wholes.items() if any(part.start % elements for part in parts))
-        return next(cut, None)
-
     def shared_chunks(self) -> list[tuple[str, int]]:
         """Return the chunks of the norm of which there are several parts.
 

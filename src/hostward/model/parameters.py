@@ -82,6 +82,7 @@ class ParamRecord:
             self.group,
             self.first,
             self.parameter.shape[0] if self.parameter.dim() else 1,
+            self.parameter.dim(),
         )
 
 

@@ -248,7 +248,8 @@ class AdamW(torch.optim.Optimizer):
         state_dtypes: dtype of "exp_avg", of "exp_avg_sq" and of "main_param", the main weights of bf16 weights; each
             torch.float32 (also where it is left out) or torch.bfloat16: half of its bytes, rounded at random when it is
             stored (docs/exactness.md). A main weight in bf16 is the weight, with nothing stored besides. Moments may be
-            torch.uint8, too: FP8, with a scale for each 128 elements of the parameter, which ranks must not cut.
+            torch.uint8, too: FP8 for matrices (two dimensions and more), with a scale for each 128 elements, which
+            ranks must not cut, and bf16 for vectors.
         staging_bytes: device memory for GPU staging buffers, at least one bucket; None: as the plan says, or
             what backward frees, and two buckets besides.
         host_threads: threads of the CPU optimizer step; None: the CPUs of this process over its local ranks, less two.
@@ -286,7 +287,9 @@ class AdamW(torch.optim.Optimizer):
     found_inf: torch.Tensor | None
 
     state_format: StateFormat
-    """How the optimizer stores state: the dtypes of moments, and what is kept of fp32 main weights."""
+    """How state is stored, as asked for: the dtypes of moments, FP8 of matrices alone, and what is kept of fp32 main
+    weights.
+    """
 
     _step_supports_amp_scaling = True
 

@@ -44,7 +44,8 @@ def described(optimizer: Any) -> str:
         lines.append(f"  max_grad_norm {optimizer.max_grad_norm}")
     form = optimizer.state_format
     if not form.is_fp32:
-        lines.append("  " + ", ".join(f"{name} in {dtype.value}" for name, dtype in form.dtypes.items()))
+        of_vectors = " (fp8 of matrices, in its place bf16 of vectors)" if form.fp8_moments else ""
+        lines.append("  " + ", ".join(f"{name} in {dtype.value}" for name, dtype in form.dtypes.items()) + of_vectors)
     return "\n".join([*lines, ")", optimizer.plan.explain()])
 
 
@@ -212,20 +213,21 @@ def checked_form(state_dtypes: Mapping[str, torch.dtype] | None, use_torch_optim
 
 def check_blocks(form: StateFormat, tracked: Sequence[ParamRecord], shards: Sequence[FlatShards]) -> None:
     """Raise ConfigError, on all ranks, where one has a part of a block of an FP8 moment, whose scale is one for all."""
-    if not form.fp8_moments:
-        return
-    cut = next((name for each in shards if (name := each.cut_within(FP8_BLOCK)) is not None), None)
-    for t in (t for t in tracked if t.sharded):
+    if form.fp8_moments and shards:
+        raise ConfigError(
+            "moments in FP8 with shards=...",
+            why="matrices alone have them, and flat parts do not say whether they are parts of a matrix",
+            fix="moments in torch.bfloat16",
+        )
+    for t in (t for t in tracked if t.sharded and form.of(t.parameter.dim()).fp8_moments):
         from hostward.distributed import fsdp2
 
-        if cut is None and not fsdp2.layout_of(t.name, t.parameter).cuts_at_multiples_of(FP8_BLOCK):
-            cut = t.name
-    if cut is not None:
-        raise ConfigError(
-            f"moments of {cut!r} in FP8, and a rank has a part of it that does not begin with a block",
-            why=f"a block is {FP8_BLOCK} elements, counted from the parameter's first, and they share a scale",
-            fix="moments in torch.bfloat16, or ranks that divide the parameter so",
-        )
+        if not fsdp2.layout_of(t.name, t.parameter).cuts_at_multiples_of(FP8_BLOCK):
+            raise ConfigError(
+                f"moments of {t.name!r} in FP8, and a rank has a part of it that does not begin with a block",
+                why=f"a block is {FP8_BLOCK} elements, counted from the parameter's first, and they share a scale",
+                fix="moments in torch.bfloat16, or ranks that divide the parameter so",
+            )
 
 
 def check_main_params(form: StateFormat, weights: Sequence[torch.dtype]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from hostward.core.host_limits import Rates
-from hostward.core.inventory import FP32_STATE, Bucket, StateFormat, cut_buckets
+from hostward.core.inventory import FP32_STATE, Bucket, StateFormat, bucket_as_asked, cut_buckets
 from hostward.core.placement import Plan, checked_fraction, place_fraction, placed, streamed_share_of
 from hostward.core.units import size_bytes
 from hostward.errors import ConfigError, MemoryLimitError, PageLockError, RankError
@@ -99,7 +99,7 @@ class PlacementPolicy:
             return self._told
         if not buckets:  # a rank without any has measured together with the others
             return 0.0
-        return streamed_share_of(buckets[0], self.rates)
+        return streamed_share_of(bucket_as_asked(buckets), self.rates)
 
     def place(
         self,

@@ -71,6 +71,9 @@ class StateAccess:
         """Return whether the state of a parameter has an fp32 main weight besides the weight."""
         return self._form.master_kind(DTYPES[self._tracked[name].local.dtype]) is not MasterKind.WEIGHT
 
+    def _is_fp8(self, name: str, role: str) -> bool:
+        return self._form.of(self._tracked[name].parameter.dim()).moments.get(role) is Dtype.FP8
+
     def pieces(self, name: str) -> Sequence[tuple[BucketState, int, Range]]:
         """Return (bucket state, index within the bucket, range) of a parameter's parts, in order of start."""
         return self._pieces.get(name, ())
@@ -90,8 +93,7 @@ class StateAccess:
         found = [(state, r, dict(slab_views(state, index))) for state, index, r in self._pieces.get(name, ())]
         entry = {}
         for role in MOMENTS:
-            fp8 = self._form.moments[role] is Dtype.FP8
-            whole = None if copy or fp8 else _one_view([views[role] for _, _, views in found])
+            whole = None if copy or self._is_fp8(name, role) else _one_view([views[role] for _, _, views in found])
             if whole is None:
                 whole = torch.empty(parameter.numel(), dtype=self._dtypes[role], device="cpu")
                 for _, r, views in found:
@@ -239,7 +241,7 @@ class StateAccess:
                     fix="load a state of the same model",
                 )
             part = tracked.part_of(value)
-            if role in MOMENTS and self._form.moments[role] is Dtype.FP8 and not _fits_fp8(part.reshape(-1), role):
+            if self._is_fp8(name, role) and not _fits_fp8(part.reshape(-1), role):
                 raise rounds_to_fp8(f"{role} of parameter {name!r}")
 
 

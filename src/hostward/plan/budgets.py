@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hostward.core.units import GIB, MIB
+from hostward.core.units import GIB, MIB, size
 from hostward.errors import MemoryLimitError
 from hostward.plan.decisions import Choice
 from hostward.plan.memory_model import EVALUATION, RESUME, SAVE, SLEEP, TRAINING, Needs
@@ -55,7 +55,7 @@ _NOT_COUNTED = {
     SAVE: "a run without checkpoint.save does not do it",
     RESUME: "a run without checkpoint.load does not do it",
     EVALUATION: "hostward train does not evaluate",
-    SLEEP: "hostward has no call yet that does it",
+    SLEEP: "a run that does not call optimizer.sleep() does not do it",
 }
 """Reasons by phase that training does not need."""
 
@@ -119,7 +119,8 @@ def by_phase(needs: Needs, budgets: Budgets, units: Units, gpus: int) -> str:
     limits += [None if budgets.host_bytes is None else budgets.host_bytes * gpus] if gpus > 1 else []
     rows.append(["limit", *("none" if limit is None else units.size(limit) for limit in limits)])
     limit = nearest(needs, budgets)
-    binding = missing(needs, budgets, units) or (f"nearest to its limit: {limit}" if limit else "")
+    short = short_of(needs, budgets, gpus)
+    binding = f"short of {short}" if short else f"nearest to its limit: {limit}" if limit else ""
     return "\n".join([columns(rows), *filter(None, [binding]), *outside])
 
 
@@ -137,15 +138,19 @@ def nearest(needs: Needs, budgets: Budgets) -> str:
     return f"{kind} memory, {phase}, {share:.0%}"
 
 
-def missing(needs: Needs, budgets: Budgets, units: Units) -> str:
-    """Name the kinds of memory that exceed their limits, the excess and the phase that needs most; "" if none does."""
+def short_of(needs: Needs, budgets: Budgets, gpus: int = 1) -> str:
+    """Name the kinds of memory that exceed their limits, the excess and the phase that needs most; "" if none does.
+
+    Args:
+        gpus: number of GPUs of the node, each with these needs.
+    """
     phases = [phase.name for phase in needs.phases if phase.name in budgets.phases]
-    parts = [
-        f"{units.size(excess)} {units.memory} of {kind} memory ({most})"
+    each = " per GPU" if gpus > 1 else ""
+    return " and ".join(
+        f"{size(excess)} of {kind} memory{each} ({most})"
         for kind, excess in budgets.over(needs).items()
         for most in [max(phases, key=lambda name: needed(needs, (name,))[kind])]
-    ]
-    return f"missing: {', '.join(parts)}" if parts else ""
+    )
 
 
 def by_owner(needs: Needs, units: Units) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from hostward.core.host_limits import Rates
-from hostward.core.inventory import Bucket, MasterKind
-from hostward.core.placement import HOST_STEP_BYTES, Placement, streamed_share_of
+from hostward.core.inventory import Bucket, MasterKind, bucket_as_asked
+from hostward.core.placement import HOST_STEP_BYTES, Placement, sharing, step_speed, streamed_share_of
 from hostward.errors import ConfigError
 from hostward.plan.decisions import ELEMENTWISE, LEAVES, RECOMPUTED, Choice, Keep
 from hostward.plan.hardware_profile import Hardware, profile_of
@@ -93,7 +93,7 @@ def balanced_share(speeds: Speeds, workload: Workload, ahead: float | None = Non
     alone, busy = speeds.slowdown[3], speeds.slowdown[7]
     host = speeds.host_parameters_per_s
     rates = Rates(host, duplex(alone), busy[Queue.HOST] * host, duplex(busy), speeds.d2h_bytes_per_s)
-    return streamed_share_of(buckets[0], rates, ahead)
+    return streamed_share_of(bucket_as_asked(buckets), rates, ahead)
 
 
 def measured(speeds: Speeds, rates: Rates) -> Speeds:
@@ -283,6 +283,14 @@ class Unit:
     gradient_bytes: int
     host_s: float
     device_s: float
+    upload_s: float
+    """Seconds to copy its weights to the device; those of its state to the device and back are `read_s`, `write_s`."""
+    read_s: float
+    write_s: float
+    gradient_s: float
+    """Seconds to offload its gradient."""
+    summed_gradient_s: tuple[float, float]
+    """The same where the host accumulates gradients, and the seconds in which it adds it to its sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,8 +310,9 @@ class Moved:
     """These are seconds of the norm and of steps on the device."""
     host_s: float
     """These are seconds of CPU optimizer steps."""
-    gradients_of: Mapping[int, tuple[float, float]]
-    """These are seconds of each unit's gradient that is offloaded: the copy, and its accumulation on the host."""
+    offloaded: Sequence[Unit]
+    """Units that are stepped on the CPU or streamed, in order of use in forward."""
+    streamed: Sequence[Unit]
     gradients_s: float
     """These are seconds of gradients that are offloaded in one backward."""
     added_s: float
@@ -313,8 +322,7 @@ class Moved:
     added_between_s: float
     uploads_s: float
     uploads_by_layer: Mapping[str, float]
-    reads_s: Sequence[float]
-    """These are seconds of each streamed unit's reads."""
+    reads_s: float
     writes_s: float
     slot_bytes: int
     """Bytes of the largest streamed bucket, and of the largest streamed unit."""
@@ -325,8 +333,8 @@ class Moved:
 
         A unit is of several buckets. Where not two of them fit, one bucket is still read while another is written.
         """
-        fitting = slots * self.slot_bytes // self.largest_bytes if self.reads_s else 0
-        return min(len(self.reads_s), max(MIN_STAGING_BUFFERS, fitting))
+        fitting = slots * self.slot_bytes // self.largest_bytes if self.streamed else 0
+        return min(len(self.streamed), max(MIN_STAGING_BUFFERS, fitting))
 
 
 class Costs:
@@ -336,14 +344,23 @@ class Costs:
         self.workload, self.speeds = workload, speeds
         self.layers = tuple(self._layer(layer) for layer in workload.layers)
         self.repeated = [i for i, cost in enumerate(self.layers) if cost.layer.repeated]
+        self.place_of = {i: place for place, i in enumerate(self.repeated)}
+        """Place of each repeated layer among these, by position in `layers`."""
+        names = [cost.layer.name for cost in self.layers]
+        self._places = {name: i for i, name in reversed(list(enumerate(names)))}
         self.numels = [bucket.numel for bucket in workload.inventory.buckets]
         self._buckets = [_bucket_bytes(bucket) for bucket in workload.inventory.buckets]
+        self.weight_bytes = [bucket.weight_bytes for bucket in self._buckets]
+        self.state_bytes = [bucket.state_bytes for bucket in self._buckets]
+        self.host_bytes = [bucket.host_bytes for bucket in workload.inventory.buckets]
         self._stretches = _stretches(self._buckets)
         self._merge_below = sum(self.numels) / LARGEST_UNIT
         self._units: dict[tuple[Placement, ...], list[Unit]] = {}
+        self._units_by_layer: dict[tuple[Placement, ...], dict[str, list[Unit]]] = {}
         self._units_of: dict[tuple[int, tuple[Placement, ...]], list[Unit]] = {}
         """Of each stretch, by the placements of its buckets: those of one layer are few."""
         self._moved: dict[tuple[tuple[Placement, ...], bool], Moved] = {}
+        self._activations_s: dict[tuple[Keep, ...], tuple[float, float, float]] = {}
         self._kept: dict[tuple[int, Keep], KeepCost] = {}
         self.between_s: dict[tuple[object, ...], tuple[float, Mapping[Queue, float]]] = {}
         """Known seconds of a microbatch that is not next to a step, which `hostward.plan.step_time` predicts."""
@@ -406,6 +423,58 @@ class Costs:
         several = self.workload.microbatches > 1
         return (made_bytes + 2 * SUM_BYTES) / self.speeds.traffic_bytes_per_s if several else 0.0
 
+    @cached_property
+    def forward_s(self) -> float:
+        """Return the compute seconds of one microbatch's forward."""
+        return sum(cost.forward_s for cost in self.layers)
+
+    @cached_property
+    def forward_from_s(self) -> Sequence[float]:
+        """Return the compute seconds of forward from each layer on."""
+        return list(accumulate(cost.forward_s for cost in reversed(self.layers)))[::-1]
+
+    @cached_property
+    def backward_s(self) -> float:
+        """Return the compute seconds of one microbatch's backward without recomputation."""
+        return sum(cost.backward_s for cost in self.layers) + sum(self.numels) * self.accumulation_s
+
+    def activations_s(self, activations: tuple[Keep, ...]) -> tuple[float, float, float]:
+        """Return the seconds in one microbatch of recomputation, of D2H copies that forward waits for, and of reloads,
+        cached.
+
+        Forward waits for the copies of as many first layers as offload anything.
+        """
+        if activations not in self._activations_s:
+            kept = [self.kept(i, keep) for i, keep in zip(self.repeated, activations, strict=True)]
+            leaving = sum([cost.offload_s > 0 for cost in kept])
+            self._activations_s[activations] = (
+                sum([cost.again_s for cost in kept]),
+                sum([cost.offload_s for cost in kept[:leaving]]),
+                sum([cost.reload_s for cost in kept]),
+            )
+        return self._activations_s[activations]
+
+    @cached_property
+    def accumulated_s(self) -> Sequence[float]:
+        """Return the seconds of each layer to accumulate one microbatch's gradients."""
+        numels = dict.fromkeys(self._places, 0)
+        for bucket in self._buckets:
+            numels[bucket.layer] = numels.get(bucket.layer, 0) + bucket.numel
+        return [numels[cost.layer.name] * self.accumulation_s for cost in self.layers]
+
+    @cached_property
+    def host_s(self) -> Sequence[float]:
+        """Return the seconds of each bucket's CPU optimizer step."""
+        buckets, rate = self.workload.inventory.buckets, self.speeds.host_parameters_per_s
+        kinds = {(b.kind, b.dtype, b.form): b for b in buckets}
+        speeds = {kind: step_speed(bucket) for kind, bucket in kinds.items()}
+        return [b.numel / rate / speeds[b.kind, b.dtype, b.form] for b in buckets]
+
+    @cached_property
+    def sharing(self) -> Sequence[Sequence[int]]:
+        """Return the buckets of each parameter that several of them share."""
+        return sharing(self.workload.inventory.buckets)
+
     def keep_of(self, choice: Choice) -> dict[int, Keep]:
         """Return the treatment of repeated layers, by position in `layers`."""
         return dict(zip(self.repeated, choice.activations, strict=True))
@@ -435,6 +504,21 @@ class Costs:
             numels[placement] += bucket.numel
         return found + [self._unit(placement, run) for placement, run in runs.items()]
 
+    def units_by_layer(self, choice: Choice) -> Mapping[str, Sequence[Unit]]:
+        """Return the units of each layer, cached by placements."""
+        if choice.placements not in self._units_by_layer:
+            found = self._units_by_layer[choice.placements] = dict[str, list[Unit]]()
+            for unit in self.units(choice):
+                found.setdefault(unit.layer, []).append(unit)
+        return self._units_by_layer[choice.placements]
+
+    def layer_of_bucket(self, bucket: int) -> int:
+        """Return the layer of a bucket; the first layer where none has that name, as a caller may name layers
+        otherwise.
+        """
+        layers = [b.layer for b in self._buckets[bucket : bucket + 1]]
+        return self._places.get(layers[0], 0) if layers else 0
+
     def kept(self, i: int, keep: Keep) -> KeepCost:
         """Return the seconds that a treatment of layer `i` takes."""
         if (i, keep) not in self._kept:
@@ -452,71 +536,65 @@ class Costs:
         return self._moved[key]
 
     def _move(self, choice: Choice) -> Moved:
-        speeds, units = self.speeds, self.units(choice)
-        host = [u for u in units if u.placement is Placement.HOST]
-        streamed = [u for u in units if u.placement is Placement.STREAMED]
-        gradients = {
-            number: self._gradient_s(unit, summed=choice.gradients_on_host)
-            for number, unit in enumerate(units)
-            if unit.placement is Placement.HOST
-        }
-        copies = list(gradients.values())
+        units, summed = self.units(choice), choice.gradients_on_host
+        offloaded = [u for u in units if u.placement is not Placement.DEVICE]
+        host = [u for u in offloaded if u.placement is Placement.HOST]
+        streamed = [u for u in offloaded if u.placement is Placement.STREAMED]
+        copies = [u.summed_gradient_s if summed else (u.gradient_s, 0.0) for u in host]
         # Compute waits for gradients with a delay of some layers, and their copies for landing buffers.
         late = {cost.layer.name for cost in self.layers[:LAYERS_IN_FLIGHT]}
         over = [copy for unit, copy in zip(host, copies, strict=True) if unit.layer not in late]
         largest_add_s = max((added_s for _, added_s in copies), default=0.0)
         uploads = dict.fromkeys((u.layer for u in host), 0.0)
         for u in host:
-            uploads[u.layer] += speeds.copy_s(u.weight_bytes, speeds.h2d_bytes_per_s)
+            uploads[u.layer] += u.upload_s
         return Moved(
-            sum(u.device_s for u in units if u.placement is Placement.DEVICE)
-            + sum(u.gradient_bytes for u in units) / speeds.traffic_bytes_per_s,
-            sum(u.host_s for u in host),
-            gradients,
-            sum(copy_s for copy_s, _ in copies),
-            sum(added_s for _, added_s in copies),
-            sum(copy_s for copy_s, _ in over),
-            max(0.0, sum(added_s for _, added_s in over) - LANDING_BUFFERS * largest_add_s),
+            sum([u.device_s for u in units if u.placement is Placement.DEVICE])
+            + sum([u.gradient_bytes for u in units]) / self.speeds.traffic_bytes_per_s,
+            sum([u.host_s for u in host]),
+            offloaded,
+            streamed,
+            sum([copy_s for copy_s, _ in copies]),
+            sum([added_s for _, added_s in copies]),
+            sum([copy_s for copy_s, _ in over]),
+            max(0.0, sum([added_s for _, added_s in over]) - LANDING_BUFFERS * largest_add_s),
             sum(uploads.values()),
             uploads,
-            [speeds.copy_s(u.state_bytes, speeds.h2d_bytes_per_s) for u in streamed],
-            sum(speeds.copy_s(u.state_bytes, speeds.d2h_bytes_per_s) for u in streamed),
+            sum([u.read_s for u in streamed]),
+            sum([u.write_s for u in streamed]),
             max((u.largest_bytes for u in streamed), default=0),
             max((u.state_bytes for u in streamed), default=0),
         )
-
-    def _gradient_s(self, unit: Unit, *, summed: bool) -> tuple[float, float]:
-        """Return the seconds to offload a unit's gradient, and those in which the host adds it to its sum.
-
-        Args:
-            summed: whether the host accumulates gradients: they are offloaded as they are made, else as they are kept.
-        """
-        speeds = self.speeds
-        as_made = summed and not self.workload.reduced_in_fp32
-        size = unit.weight_bytes if as_made else unit.gradient_bytes
-        added_s = (size + 2 * SUM_BYTES * unit.numel) / HOST_STEP_BYTES / speeds.host_parameters_per_s
-        return speeds.copy_s(size, speeds.d2h_bytes_per_s), added_s if summed else 0.0
 
     def lanes_s(self, d2h_s: float, h2d_s: float, host_s: float) -> float:
         """Return a lower bound on the seconds in which three lanes that share bandwidth do this work."""
         return max((d * d2h_s + h * h2d_s + c * host_s) / most for (d, h, c), most in self._weighed)
 
     def _unit(self, placement: Placement, run: Sequence[_BucketBytes]) -> Unit:
-        numel = sum(b.numel for b in run)
-        weights = sum(b.weight_bytes for b in run)
-        state = sum(b.state_bytes for b in run)
+        speeds = self.speeds
+        numel = sum([b.numel for b in run])
+        weights = sum([b.weight_bytes for b in run])
+        state = sum([b.state_bytes for b in run])
         gradients = SUM_BYTES * numel if self.workload.gradients_in_fp32 else weights
-        host_bytes = gradients + 2 * state + sum(b.source_bytes for b in run)
+        host_bytes = gradients + 2 * state + sum([b.source_bytes for b in run])
+        # Where the host accumulates gradients they are offloaded as they are made, else as they are kept.
+        summed = gradients if self.workload.reduced_in_fp32 else weights
+        added_s = (summed + 2 * SUM_BYTES * numel) / HOST_STEP_BYTES / speeds.host_parameters_per_s
         return Unit(
             run[0].layer,
             placement,
             numel,
             weights,
             state,
-            max(b.state_bytes for b in run),
+            max([b.state_bytes for b in run]),
             gradients,
-            host_bytes / HOST_STEP_BYTES / self.speeds.host_parameters_per_s,
-            (gradients + 2 * state + 2 * weights) / self.speeds.traffic_bytes_per_s,
+            host_bytes / HOST_STEP_BYTES / speeds.host_parameters_per_s,
+            (gradients + 2 * state + 2 * weights) / speeds.traffic_bytes_per_s,
+            speeds.copy_s(weights, speeds.h2d_bytes_per_s),
+            speeds.copy_s(state, speeds.h2d_bytes_per_s),
+            speeds.copy_s(state, speeds.d2h_bytes_per_s),
+            speeds.copy_s(gradients, speeds.d2h_bytes_per_s),
+            (speeds.copy_s(summed, speeds.d2h_bytes_per_s), added_s),
         )
 
 

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from hostward.core.placement import Placement, summed_on_host
+from hostward.core.placement import Placement, sharing, summed_among
 from hostward.plan.decisions import Choice
 from hostward.plan.workload import Workload
 from hostward.schedule.optimizer import GRADIENTS_IN_FLIGHT, grads_to_copy_out
@@ -43,6 +43,7 @@ class Facts:
         shared = workload.layers if workload.ranks > 1 else ()
         self.reduced_together = [frozenset(b for n in la.gradients for b in buckets_of.get(n, ())) for la in shared]
         """Buckets whose gradients are reduced into one memory by several ranks, by layer."""
+        self.sharing = sharing(buckets)
         self.numels = [bucket.numel for bucket in buckets]
         self.padded = [bucket.offsets[-1] for bucket in buckets]
         """Bucket sizes in elements, with the padding that aligns ranges."""
@@ -123,11 +124,7 @@ class Gradients:
         self._facts, workload = facts, facts.workload
         several = workload.microbatches > 1
         self._in_fp32 = workload.gradients_in_fp32 or choice.gradients_on_host
-        self.summed = (
-            summed_on_host(workload.inventory.buckets, choice.placements)
-            if choice.gradients_on_host
-            else frozenset[int]()
-        )
+        self.summed = summed_among(facts.sharing, choice.placements) if choice.gradients_on_host else frozenset[int]()
         placed = np.array([CODES[placement] for placement in choice.placements], np.int8)
         self.is_on: dict[Placement, Bools] = {placement: placed == code for placement, code in CODES.items()}
         """For each placement, the buckets that have it."""
@@ -212,6 +209,7 @@ class Gradients:
         np.add.at(nbytes, memory, self._bytes_of)
         return freed_at, nbytes
 
+    @cached_property
     def used_in_forward(self) -> Floats:
         """Return the bytes of streamed buckets' gradients that wait for the next forward, by layer.
 

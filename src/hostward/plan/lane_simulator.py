@@ -25,10 +25,6 @@ class Queue(IntEnum):
 _LANES = range(len(Queue))
 
 
-NOTHING = -1
-"""This is the number of no work: what waits for it does not wait."""
-
-
 Slowdown = tuple[tuple[float, float, float, float], ...]
 """Speed of each lane (1 when it runs alone) by which of D2H, H2D and HOST are busy: the entry at `d2h + 2 * h2d + 4 *
 host`.
@@ -38,7 +34,7 @@ UNSHARED: Slowdown = ((1.0, 1.0, 1.0, 1.0),) * 8
 
 @dataclass(slots=True)
 class Program:
-    """Hold pieces of work in order of issue; a piece waits only for earlier ones.
+    """Hold pieces of work in order of issue, which are done in one or more rounds.
 
     They are columns, not objects: thousands of works in each of hundreds of programs.
     """
@@ -47,11 +43,14 @@ class Program:
     seconds: list[float] = field(default_factory=list)
     """These are the seconds of each piece when no other lane is busy."""
     waits: list[Sequence[int]] = field(default_factory=list)
+    """These are the numbers of earlier pieces. Negative ones count from the end of the round before, and in the first
+    round there is nothing to wait for.
+    """
     lanes: tuple[list[int], ...] = field(default_factory=lambda: tuple([] for _ in Queue))
     """These are the numbers of the pieces of each lane."""
 
-    def add(self, name: str, queue: Queue, seconds: float, waits: Sequence[int] = ()) -> int:
-        """Append one piece of work and return its number; NOTHING in `waits` is ignored."""
+    def add(self, name: str, queue: int, seconds: float, waits: Sequence[int] = ()) -> int:
+        """Append one piece of work and return its number."""
         number = len(self.names)
         self.names.append(name)
         self.seconds.append(seconds)
@@ -59,30 +58,40 @@ class Program:
         self.lanes[queue].append(number)
         return number
 
+    def busy_s(self) -> dict[Queue, float]:
+        """Sum the seconds of work per lane, as if each ran alone, of one round."""
+        return {queue: sum([self.seconds[n] for n in self.lanes[queue]]) for queue in Queue}
+
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Hold the start and the end of each piece of work, in seconds, in order of issue."""
+    """Hold the start and the end of each piece of work, in seconds, in order of issue, round after round."""
 
-    starts_s: tuple[float, ...]
-    ends_s: tuple[float, ...]
+    starts_s: Sequence[float]
+    ends_s: Sequence[float]
 
 
-def run(program: Program, slowdown: Slowdown = UNSHARED) -> Timeline:
-    """Simulate the program, starting from an idle machine.
+def run(program: Program, slowdown: Slowdown = UNSHARED, rounds: int = 1) -> Timeline:
+    """Simulate rounds of the program, one after the other on each lane, starting from an idle machine.
 
     Speeds change only when a piece of work starts or ends, so the time from one such moment to the next is exact.
 
     Raises ValueError if a piece of work waits for one that was issued after it.
     """
-    seconds, waits = program.seconds, program.waits
-    nexts = [iter(numbers) for numbers in program.lanes]
+    count = len(program.seconds)
+    seconds, waits = program.seconds * rounds, program.waits * rounds
+    nexts = [
+        iter([start + n for start in range(0, rounds * count, count or 1) for n in lane]) for lane in program.lanes
+    ]
     heads = [next(n, -1) for n in nexts]
     left = [0.0, 0.0, 0.0, 0.0]
     running = [-1, -1, -1, -1]
-    starts, ends = [0.0] * len(seconds), [math.inf] * len(seconds)
-    blocked_by = [NOTHING] * len(Queue)
-    ends.append(0.0)  # of NOTHING
+    starts = [0.0] * len(seconds)
+    # What the first round waits for of the round before has ended, so there is one more round of ends.
+    ends = [0.0] * count + [math.inf] * len(seconds)
+    shifts = [count * (1 + number) for number in range(rounds) for _ in range(count)]
+    blocked_by = [-1] * len(Queue)
+    ends.append(0.0)  # of what blocks no lane
     idle, busy = list(_LANES), list[int]()
     now, busy_bits = 0.0, 0
     while True:
@@ -94,9 +103,10 @@ def run(program: Program, slowdown: Slowdown = UNSHARED) -> Timeline:
             if ends[blocked_by[lane]] > now:
                 blocked.append(lane)
                 continue
+            shift = shifts[number]
             for wait in waits[number]:
-                if ends[wait] > now:
-                    blocked_by[lane] = wait
+                if ends[shift + wait] > now:
+                    blocked_by[lane] = shift + wait
                     blocked.append(lane)
                     break
             else:
@@ -116,7 +126,7 @@ def run(program: Program, slowdown: Slowdown = UNSHARED) -> Timeline:
         for lane in busy:
             left[lane] -= least * speeds[lane]
             if left[lane] <= 1e-12:
-                ends[running[lane]] = now
+                ends[count + running[lane]] = now
                 idle.append(lane)
                 busy_bits ^= 1 << lane
             else:
@@ -124,10 +134,4 @@ def run(program: Program, slowdown: Slowdown = UNSHARED) -> Timeline:
         busy = still
     if blocked:
         raise ValueError("a piece of work waits for one that was issued after it")
-    return Timeline(tuple(starts), tuple(ends[:-1]))
-
-
-def busy_s(program: Program, first: int, last: int) -> dict[Queue, float]:
-    """Sum the seconds of work per lane, as if each ran alone, of the pieces first <= number < last."""
-    lanes = zip(Queue, program.lanes, strict=True)
-    return {queue: sum([program.seconds[n] for n in numbers if first <= n < last]) for queue, numbers in lanes}
+    return Timeline(starts, ends[count:-1])

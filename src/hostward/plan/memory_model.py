@@ -125,9 +125,10 @@ class MemoryModel:
         # Gradients do not depend on the treatment of activations.
         key = choice.placements, choice.gradients_on_host, choice.overlapped
         gradients = self._gradients[key] = self._gradients.get(key) or Gradients(self._facts, choice)
-        step = StepModel(self._facts, self._passes, choice, gradients)
+        layers = self._passes.layers(choice)
+        step = StepModel(self._facts, layers, choice, gradients)
         frozen = sum(la.frozen_weight_bytes for la in self.workload.repeated if la.name in choice.offloaded_weights)
-        host, pinned = self._host(choice, gradients, step.parked_bytes, frozen)
+        host, pinned = self._host(choice, gradients, layers.parked_bytes, frozen)
         stepped = self._facts.state_bytes + self._facts.step_counts_bytes
         state = int(stepped[gradients.is_on[Placement.DEVICE]].sum())
         streams = 2 if choice.captured else 1
@@ -136,11 +137,11 @@ class MemoryModel:
         slots = step.slots()
         first: dict[Owner, float] = {**rest, **step.peak(step.first_slots)}
         steady: dict[Owner, float] = {**rest, **step.peak(slots)}
-        resident = step.resident_weight_bytes
+        resident = layers.resident_weight_bytes
         # Offloaded weights are loaded on the CPU, and are on the device one layer at a time (`hostward.move`). They
         # cannot stay on the CPU where several ranks shard a model.
-        layers = self.workload.layers if self.workload.ranks == 1 else ()
-        waiting = [layer.weight_bytes for layer in layers if layer.name in choice.offloaded_weights]
+        alone = self.workload.layers if self.workload.ranks == 1 else ()
+        waiting = [layer.weight_bytes for layer in alone if layer.name in choice.offloaded_weights]
         there = self.workload.weight_bytes - sum(waiting) + max(waiting, default=0)
         loading = {**rest, Owner.WEIGHTS: there, Owner.WORKSPACE: self._partial_bytes}
         buffers, copy = self._save_bytes
@@ -159,7 +160,7 @@ class MemoryModel:
                 {**pinned, Owner.COPIES: buffers},
             ),
             _phase(RESUME, loading, {**host, Owner.ACTIVATIONS: 0.0, Owner.COPIES: self._loaded_bytes}, locked),
-            _phase(EVALUATION, {**rest, **step.evaluation()}, {**host, Owner.COPIES: kept}, pinned),
+            _phase(EVALUATION, {**rest, **layers.evaluation}, {**host, Owner.COPIES: kept}, pinned),
             _phase(SLEEP, {}, _with(host, state, resident), _with(pinned, state, resident)),
         )
         return Needs(phases, slots.count, slots.stage_at)

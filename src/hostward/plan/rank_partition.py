@@ -79,7 +79,7 @@ def _cut_up(at: int, part: Parameter) -> int:
 
 
 class UndividedError(ConfigError):
-    """Report a step with fewer microbatches than every GPU needs."""
+    """Report what cannot be divided among so many GPUs: the microbatches of a step, or blocks of FP8 moments."""
 
 
 def _cuts_block(whole: Parameter, part: Parameter) -> bool:
@@ -95,7 +95,7 @@ def sharded(workload: Workload, ranks: int, *, reduced_in_fp32: bool = False, re
         reduced_in_fp32: gradients are reduced in fp32, where 16-bit weights need more than their own dtype.
         resharded: layers are unsharded only while they run (`reshard_after_forward=True`).
 
-    Raises ConfigError where the microbatches cannot be divided, or blocks of FP8 moments would be.
+    Raises UndividedError where the microbatches cannot be divided, or blocks of FP8 moments would be.
     """
     if ranks == 1:
         return workload
@@ -108,16 +108,17 @@ def sharded(workload: Workload, ranks: int, *, reduced_in_fp32: bool = False, re
         )
     inventory = workload.inventory
     parts = first_parts(inventory.parameters, ranks)
-    cut = [p.name for p, of_first in zip(inventory.parameters, parts, strict=True) if _cuts_block(p, of_first)]
-    if inventory.form.fp8_moments and cut:
-        raise ConfigError(
+    pairs, form = zip(inventory.parameters, parts, strict=True), inventory.form
+    cut = [p.name for p, first in pairs if form.of(p.dims).fp8_moments and _cuts_block(p, first)]
+    if cut:
+        raise UndividedError(
             f"moments in FP8, of {cut[0]!r} as well, of which each of {ranks} GPUs has rows",
             why=f"{FP8_BLOCK} elements share a scale, and a GPU's rows are no multiple of that",
             fix="moments in bf16 (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype), or another number of GPUs",
         )
     return replace(
         workload,
-        inventory=Inventory(parts, cut_buckets(parts, form=inventory.form)),
+        inventory=Inventory(parts, cut_buckets(parts, form=form)),
         layers=tuple(_part(layer, parts, ranks) for layer in workload.layers),
         microbatches=workload.microbatches // ranks,
         ranks=ranks,
@@ -138,14 +139,13 @@ def _part(layer: Layer, parts: Sequence[Parameter], ranks: int) -> Layer:
 
 def required_of(workload: Workload) -> Required:
     """Build the memory model of a workload and of other workloads with the same ranks."""
-    models = [MemoryModel(workload)]
+    models: dict[bool, MemoryModel] = {}
+    """Of that workload, and of the one that was asked for last: many choices are, one after the other."""
 
     def needs(asked: Workload, choice: Choice) -> Needs:
-        model = next((known for known in models if known.workload is asked), None)
-        if model is None:
-            # Of another workload, such as one of shorter sequences, many choices are asked one after the other.
-            model = MemoryModel(asked)
-            models[1:] = [model]
-        return model.required(choice)
+        own = asked is workload
+        if own not in models or models[own].workload is not asked:
+            models[own] = MemoryModel(asked)
+        return models[own].required(choice)
 
     return needs

@@ -1,10 +1,11 @@
 """Search for faster choices within budgets by the exact memory model and the predicted time. No torch.
 
 The frontier's linear program knows times and bytes approximately, and no more than a few numbers of offloaded layers.
-Here each treatment of all layers is tried with several numbers of layers whose weights are offloaded and several
-streamed shares, each with the least state offloaded that the device's memory allows. From the best of them one decision
-is varied at a time, or two that trade memory with each other, in steps that get smaller, as long as the predicted step
-gets shorter (a pattern search, as of Hooke and Jeeves, 1961).
+Here each treatment of all layers, or of half of them where it recomputes layers, is tried with several numbers of
+layers whose weights are offloaded and several streamed shares, each with the least state offloaded that the device's
+memory allows. From the best of them, of several kinds, one decision is varied at a time, or two that trade memory with
+each other, in steps that get smaller, as long as the predicted step gets shorter (a pattern search, as of Hooke and
+Jeeves, 1961).
 """
 
 from __future__ import annotations
@@ -31,12 +32,16 @@ WORTH_FOLLOWING = 0.1
 """Share of the step's time by which choices of several kinds may differ where the planner searches around each."""
 GUESSES = 6
 """Most shares of the state that are tried to find the smallest one that fits."""
+FEW_BUCKETS = 32
+"""Numbers of buckets up to which the device's memory is far from linear in the share of the state."""
 STEPS = ((1 / 4, 0.01), (1 / 8, 0.005), (1 / 16, 0.003), (1 / 32, 0.002), (1 / 64, 0.0002))
 """Sizes of the last variations, as shares of the layers or of the state, and the share of the step's time that one must
 save to be followed.
 """
-COARSE = 3
-"""So many of these sizes are tried from each of several starts."""
+SLACK = 0.01
+"""Share of the step's time by which a variation's lower bound may tell less of it than that of the varied choice."""
+FOLLOWED = (4, 2, 2, 1, 1)
+"""Numbers of the best choices from which variations of each of these sizes are tried."""
 
 
 @dataclass(frozen=True)
@@ -98,17 +103,24 @@ class Neighbourhood:
             for first in (True, False):
                 treated = self._treat(choice, before, after, count, first=first)
                 if treated is not None:
-                    yield treated, (streamed,)
+                    yield treated, (streamed,) if fraction else SHARES  # of nothing, there is no share
 
     def alike(self, choice: Choice) -> Iterator[Choice]:
-        """Return the choice with each treatment for all layers: some do not go with others, so no step leads there."""
+        """Return the choice with each treatment for all layers: some do not go with others, so no step leads there.
+
+        The half of the layers that is not recomputed may be kept: the best choices that offload much mix three
+        treatments, and steps from such halves lead there.
+        """
         for keep in self.treatments:
             keeps = [keep] * len(self.names)
             if keep in LEAVES:
                 keeps[-LAST_STAY:] = [STAYING[keep]] * min(LAST_STAY, len(keeps))
-            treated = tuple(self.forced.activations.get(i, keep) for i, keep in enumerate(keeps))
-            if self._allowed(treated) and treated != choice.activations:
-                yield replace(choice, activations=treated)
+            half = len(keeps) // 2
+            mixed = [*keeps[:half], *[Keep.KEEP] * (len(keeps) - half)]
+            for each in (keeps, mixed) if keep in RECOMPUTED else (keeps,):
+                treated = tuple(self.forced.activations.get(i, keep) for i, keep in enumerate(each))
+                if self._allowed(treated) and treated != choice.activations:
+                    yield replace(choice, activations=treated)
 
     def balanced(self, choice: Choice, free_bytes: int) -> Iterator[Choice]:
         """Return variations whose layers have as much more on the device as is free, or less where it is negative."""
@@ -261,7 +273,10 @@ class PatternSearch(Generic[J]):
     places: Sequence[bool]
     excess_bytes: Callable[[J], int]
     free_bytes: Callable[[J], int]
-    tried: set[Choice] = field(default_factory=set)
+    tried: set[tuple[Choice, float]] = field(default_factory=set)
+    """Variations that were tried, and with what streamed share where none of their state is offloaded."""
+    last: int = 0
+    """Number of the variation that was better last: it is tried first, as it may be better again."""
 
     def best(self, found: Iterable[J]) -> J:
         """Return the fastest of what fits, or what fits best where nothing does. Raises ValueError if there is none."""
@@ -271,15 +286,22 @@ class PatternSearch(Generic[J]):
         return alike[0] if least else fastest(alike) or alike[0]
 
     def follow(self, starts: Sequence[J]) -> J:
-        """Return the best choice that small variations lead to, in large steps from each start."""
-        found = [self._followed(start, STEPS[:COARSE]) for start in starts]
-        return self._followed(self.best(found), STEPS[COARSE:])
+        """Return the best choice that small variations lead to, in large steps from each of the best starts."""
+        found = list(starts)
+        for (step, gain), count in zip(STEPS, FOLLOWED, strict=True):
+            found = sorted(found, key=self._order)[:count]
+            different = {judged.choice: judged for judged in found}
+            found = [self._followed(start, step, gain) for start in different.values()]
+        return found[0]
 
-    def _followed(self, start: J, steps: Sequence[tuple[float, float]]) -> J:
+    def _order(self, judged: J) -> tuple[int, float]:
+        excess = self.excess_bytes(judged)
+        return excess, 0.0 if excess else judged.order[0]
+
+    def _followed(self, start: J, step: float, gain: float) -> J:
         best, excess = start, self.excess_bytes(start)
-        for step, gain in steps:
-            while (better := self._better(best, excess, step, gain)) is not None:
-                best, excess = better, self.excess_bytes(better)
+        while (better := self._better(best, excess, step, gain)) is not None:
+            best, excess = better, self.excess_bytes(better)
         return best
 
     def spread(self, start: Choice) -> list[J]:
@@ -340,7 +362,8 @@ class PatternSearch(Generic[J]):
                 fitting.append(judged)
                 high = fraction
             at_end = not state_bytes or low >= 1.0 or high <= 0.0
-            if at_end or high - low <= 1 / count or 0 <= free < state_bytes / count:
+            # Of few buckets, each also changes how many staging buffers there are, and how large.
+            if at_end or high - low <= 1 / count or (count > FEW_BUCKETS and 0 <= free < state_bytes / count):
                 break
             guess = min(1.0, max(0.0, fraction - free / state_bytes))
             fraction = guess if low < guess < high else (max(low, 0.0) + min(high, 1.0)) / 2
@@ -349,22 +372,27 @@ class PatternSearch(Generic[J]):
     def _better(self, best: J, excess: int, step: float, gain: float) -> J | None:
         """Return the first variation that fits better, or as well and is faster."""
         limit_s = best.order[0] * (1 - gain)
+        # The bound of a variation is about as far from its time as that of what is varied.
+        bound_s = min(limit_s, best.least_s * (1 - gain) * (1 + SLACK))
         around, place = self.neighbourhood, best.choice.gradients_on_host
 
         def better(choice: Choice, shares: Sequence[float]) -> J | None:
             for streamed in shares:
-                first = around.placed(choice, around.shares(choice)[0], streamed)
+                fraction = around.shares(choice)[0]
+                first = around.placed(choice, fraction, streamed), 0.0 if fraction else streamed
                 if first in self.tried:
                     continue
                 self.tried.add(first)
                 for judged in self.filled(choice, (streamed,)):
                     over = self.excess_bytes(judged)
-                    fits = over == excess == 0 and judged.least_s < limit_s
+                    fits = over == excess == 0 and judged.least_s < bound_s
                     if over < excess or (fits and judged.order[0] < limit_s):
                         return judged
             return None
 
-        for choice, shares in around.by(best.choice, step):
+        moves = list(around.by(best.choice, step))
+        for at in (*range(self.last, len(moves)), *range(min(self.last, len(moves)))):
+            choice, shares = moves[at]
             found = better(choice, shares)
             if found is None:
                 # What the variation takes or frees may as well come from weights and activations, not from the state.
@@ -372,5 +400,6 @@ class PatternSearch(Generic[J]):
                 balanced = (better(other, (streamed,)) for other in around.balanced(choice, free))
                 found = next((judged for judged in balanced if judged is not None), None)
             if found is not None:
+                self.last = at
                 return found
         return None

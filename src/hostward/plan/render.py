@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
 from hostward.core.placement import Placement
-from hostward.core.units import GIB
+from hostward.core.units import GIB, size
 from hostward.errors import ConfigError, HostwardError, needed_for
-from hostward.plan.budgets import Units, by_owner, by_phase, columns, missing, nearest, needed, units_of
+from hostward.plan.budgets import Units, by_owner, by_phase, columns, nearest, needed, short_of, units_of
 from hostward.plan.decisions import Choice, FrontierPoint, Keep
 from hostward.plan.memory_model import TRAINING
-from hostward.plan.result import Answer, more_gpus_in_vain, offloads, verdict
+from hostward.plan.result import Answer, Fix, more_gpus_in_vain, offloads, verdict
 from hostward.plan.search import Candidate
 from hostward.plan.workload import Workload
 
@@ -29,16 +30,20 @@ _KEEPS = {
 }
 
 
-def render(found: Answer) -> str:
-    """Render the whole answer as text."""
+def render(found: Answer, command: Callable[[Fix], str] | None = None) -> str:
+    """Render the whole answer as text.
+
+    Args:
+        command: function that returns the command line with a fix; None: fixes are described alone.
+    """
     question, shown = found.question, found.shown
     workload = question.workload
+    units = units_of(shown.needs, shown.prediction.step_s)
     blocks = [_title(found), verdict(found)]
     if found.chosen is None:
-        cures = ["What would make it fit, any one of:", *(f"  {change}" for change in found.changes)]
-        blocks.append("\n".join([*cures, *filter(None, [more_gpus_in_vain(found)])]))
-        blocks.append("The nearest choice:")
-    units = units_of(shown.needs, shown.prediction.step_s)
+        short = short_of(shown.needs, question.budgets, question.gpus)
+        blocks[-1] += f"\nThe nearest plan is short of {short}."
+        blocks += [_fixes(found, command), "The nearest plan:"]
     table = by_phase(shown.needs, question.budgets, units, question.gpus)
     blocks.append("\n".join([table, *_loading(shown.choice, workload.ranks), *_in_vain(found, units)]))
     blocks.append(by_owner(shown.needs, units))
@@ -46,6 +51,15 @@ def render(found: Answer) -> str:
     blocks.append(_time(found, units))
     blocks.append(_frontier(found, units))
     return "\n\n".join(blocks) + "\n"
+
+
+def _fixes(found: Answer, command: Callable[[Fix], str] | None) -> str:
+    """Render what would make the run fit, each with its command line."""
+    lines = ["Any one of these alone makes it fit:" if found.fixes[1:] else "This makes it fit:"]
+    for fix in found.fixes:
+        lines.append(f"  {fix.what}{':' if command else ''}")
+        lines += [f"    {command(fix)}"] if command else []
+    return "\n".join([*lines, *filter(None, [more_gpus_in_vain(found)])])
 
 
 def _title(found: Answer) -> str:
@@ -61,10 +75,15 @@ def _title(found: Answer) -> str:
         f"{what}, {workload.step_tokens:,} tokens per step and GPU ({counts})",
         f"on {question.gpus} x {gpu} (hardware {hardware.name}{measured})",
     ]
+    limit = question.budgets.device_bytes
+    if hardware.gpu and limit is not None and limit > hardware.gpu.memory_bytes:
+        lines.append(
+            f"the limit of device memory, {size(limit)}, is above that GPU's: {size(hardware.gpu.memory_bytes)}"
+        )
     if workload.ranks > 1:
         unsharded = "while they run" if workload.resharded else "from forward to backward"
         shared = f"state, gradients and weights sharded among {workload.ranks} GPUs, layers unsharded {unsharded}"
-        lines.append(f"{shared}; NVLink between GPUs is assumed")
+        lines.append(f"{shared}; NVLink between GPUs is assumed: without it a step takes longer")
     pinned = {"gradients": workload.pin_gradients, "weights": workload.pin_weights}
     plain = " and ".join(what for what, locked in pinned.items() if not locked)
     if plain:
@@ -129,7 +148,10 @@ def _share(counts: Counter[Placement]) -> str:
 
 
 def _percent(share: float) -> str:
-    return f"{share:.0%}"
+    """Return a share in whole percent, without calling a part nothing or everything."""
+    if 0 < share < 0.005:
+        return "<1%"
+    return ">99%" if 0.995 <= share < 1 else f"{share:.0%}"
 
 
 def _state_line(workload: Workload, choice: Choice) -> str:
@@ -239,8 +261,17 @@ def _named(rows: Sequence[Sequence[str]], names: Sequence[str]) -> list[str]:
     return [f"{line.ljust(width)}  {name}" for line, name in zip(lines, names, strict=True)]
 
 
-def compared(answers: Sequence[Answer], undivided: Mapping[int, HostwardError] | None = None) -> str:
-    """Render answers for several numbers of GPUs, one line each, and those that cannot divide the step."""
+def compared(
+    answers: Sequence[Answer],
+    undivided: Mapping[int, HostwardError] | None = None,
+    command: Callable[[int, Fix], str] | None = None,
+) -> str:
+    """Render answers for several numbers of GPUs, one line each, and those that cannot divide the step.
+
+    Args:
+        command: function that returns the command line with a fix for a number of GPUs; None: fixes are described
+            alone.
+    """
     first = answers[0]
     units = units_of(first.shown.needs, first.shown.prediction.step_s)
     rows = [["GPUs", f"device {units.memory}", f"host {units.memory}, node", f"step {units.time}", "tokens/s"]]
@@ -257,13 +288,26 @@ def compared(answers: Sequence[Answer], undivided: Mapping[int, HostwardError] |
                 f"{workload.step_tokens * gpus / step_s:,.0f}",
             ]
         )
-        missing = f"does not fit; any one would make it: {', '.join(found.changes)}"
-        names.append(missing if found.chosen is None else label(workload, shown.choice))
+        short = short_of(shown.needs, found.question.budgets, gpus)
+        names.append(f"does not fit: short of {short}" if found.chosen is None else label(workload, shown.choice))
     recipe, hardware = first.question.workload.name, first.question.hardware
     gpu = hardware.gpu.name if hardware.gpu else "no GPU"
-    title = f"{recipe} on {gpu} (hardware {hardware.name}); NVLink between GPUs is assumed"
-    refused = [f"{gpus} GPUs: {error.what}; {error.fix}" for gpus, error in (undivided or {}).items()]
-    return "\n".join([title, "", *_named(rows, names), *refused]) + "\n"
+    title = (
+        f"{recipe} on {gpu} (hardware {hardware.name}); NVLink between GPUs is assumed: without it a step takes longer"
+    )
+    refused = [f"{counted(gpus)}: {error.what}; {error.fix}" for gpus, error in (undivided or {}).items()]
+    fixes = [
+        f"\n{counted(gpus)}: it does not fit.\n{_fixes(found, command and partial(command, gpus))}"
+        for found in answers
+        if found.chosen is None
+        for gpus in [found.question.gpus]
+    ]
+    return "\n".join([title, "", *_named(rows, names), *refused, *fixes]) + "\n"
+
+
+def counted(gpus: int) -> str:
+    """Return a number of GPUs in words."""
+    return f"{gpus} GPU{'' if gpus == 1 else 's'}"
 
 
 def beside(found: Answer, others: Sequence[tuple[str, Answer]]) -> str:
@@ -285,7 +329,7 @@ def beside(found: Answer, others: Sequence[tuple[str, Answer]]) -> str:
         sizes = units.size(most["device"]), units.size(most["host"] * question.gpus)
         rows.append([text, units.seconds(shown.prediction.step_s), more, *sizes])
         if each.chosen is None:
-            names.append(f"no; {missing(shown.needs, question.budgets, units)}")
+            names.append(f"no; short of {short_of(shown.needs, question.budgets, question.gpus)}")
         else:
             limit = nearest(shown.needs, question.budgets)
             names.append(f"yes; nearest to its limit: {limit}" if limit else "yes; there are no limits")

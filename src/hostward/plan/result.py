@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hostward.core.placement import Placement
-from hostward.core.units import GIB, MIB, gib, size
+from hostward.core.units import GIB, size, size_bytes, size_option
 from hostward.plan.budgets import Budgets, Required, needed
 from hostward.plan.cost_model import Speeds, speeds_of
 from hostward.plan.decisions import LEAVES, Choice, Keep
-from hostward.plan.hardware_profile import Hardware
+from hostward.plan.hardware_profile import PROFILES, Hardware, profile
 from hostward.plan.memory_model import Needs
-from hostward.plan.rank_partition import required_of, sharded
+from hostward.plan.rank_partition import UndividedError, required_of, sharded
 from hostward.plan.search import Candidate, Frontier
 from hostward.plan.solver import LAST_STAY, Forced
 from hostward.plan.step_time import explain
@@ -30,12 +30,31 @@ for 144.3 GB, and released memory in every iteration (benchmarks/results,
 """
 HOST_RESERVE_SHARE = 0.1
 """Share left for the system and the process itself."""
-RESHARDED = "ddp.data_parallel_sharding_strategy=optim_grads_params"
 _WORTH_IT = 0.005
 _MOST_DOUBLINGS = 6
 """Of the number of GPUs, in the search for how many it takes."""
 _FEWEST_TOKENS = 256
 """Shorter sequences are not proposed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """Change a question that no plan fits, so that one does; what is None or False stays as it was asked."""
+
+    what: str
+    """The change in words."""
+    device_bytes: int | None = None
+    """Of each GPU; the other two are of the machine."""
+    host_bytes: int | None = None
+    pinned_bytes: int | None = None
+    gpus: int | None = None
+    step_sequences: int | None = None
+    """Sequences in a step of all GPUs."""
+    microbatch_sequences: int | None = None
+    sequence_tokens: int | None = None
+    resharded: bool = False
+    unpinned: bool = False
+    unforced: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +67,17 @@ class Question:
     budgets: Budgets
     forced: Forced
     whole: Workload | None = None
-    """The workload of one GPU that has all parameters, for saying how many GPUs it takes; None: it is not said."""
+    """The workload of one GPU that has all parameters, for saying how many GPUs it takes; None: it is not said.
+
+    Its `reduced_in_fp32` is that of several GPUs.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """Hold the answer; `chosen` is None where nothing fits.
 
-    Then `nearest` exceeds the budgets by least, and `changes` would make the run fit.
+    Then `nearest` exceeds the budgets by least, and each of `fixes` alone would make the run fit.
     """
 
     question: Question
@@ -63,7 +85,7 @@ class Answer:
     speeds: Speeds
     chosen: Candidate | None
     nearest: Candidate
-    changes: tuple[str, ...]
+    fixes: tuple[Fix, ...]
     peak_without_bytes: int | None = None
     """Peak of the shown choice on the device if all weights stayed there; None where they do."""
 
@@ -117,14 +139,16 @@ def answer(question: Question, required: Required) -> Answer:
     gpu, device_bytes = question.hardware.gpu, question.budgets.device_bytes
     most_bytes = gpu.memory_bytes if gpu and device_bytes is not None and device_bytes <= gpu.memory_bytes else None
     frontier = Frontier(question.workload, speeds, required, question.forced, most_bytes)
+    # What a search around the limits finds is not found again within others.
+    known = () if frontier.fits(question.budgets) else frontier.candidates
     chosen = frontier.best_at_last(question.budgets)
     nearest = chosen or frontier.nearest(question.budgets)
-    changes = [] if chosen else _changes(question, frontier, required)
+    fixes = [] if chosen else _fixes(question, frontier, known, required)
     stayed = None
     if nearest.choice.offloaded_weights:
         here = replace(nearest.choice, offloaded_weights=frozenset[str]())
         stayed = required(question.workload, here).device_peak_bytes
-    return Answer(question, frontier, speeds, chosen, nearest, tuple(changes), stayed)
+    return Answer(question, frontier, speeds, chosen, nearest, tuple(fixes), stayed)
 
 
 def verdict(found: Answer) -> str:
@@ -138,102 +162,159 @@ def verdict(found: Answer) -> str:
         if found.offloads:  # chosen by hand, or by options
             return f"It fits with what was asked for{there}: offloading more will not help, it only takes time."
         peak = size(base.needs.device_peak_bytes)
-        return f"Everything fits on the device ({peak} at the peak): offloading will not help, it only takes time."
+        return f"It fits on the device ({peak} at the peak): offloading will not help, it only takes time."
     if not found.offloads:
-        return "Nothing needs to be offloaded: saved tensors are recomputed in backward instead."
+        return "It fits without offloading: saved tensors are recomputed in backward instead."
     if found.chosen.prediction.exposed_s > found.chosen.prediction.compute_s:
-        idle = "the GPU is idle for longer than it computes: a larger batch or more GPUs will help more"
+        idle = "the GPU is idle for longer than it computes: more GPUs, or more memory of each, will help more"
         return f"It fits{there}, but {idle}."
     return f"It fits with offloading{there}."
 
 
-def _changes(question: Question, frontier: Frontier, required: Required) -> list[str]:
-    """List changes that would each make the run fit.
+def _fixes(question: Question, frontier: Frontier, known: Sequence[Candidate], required: Required) -> list[Fix]:
+    """List changes that would each make the run fit, those first that need no other machine.
 
-    They are the smallest raise of one budget, the planner's own choice instead of forced ones, layers that do not stay
-    gathered, more GPUs, and the largest microbatch that fits; if no microbatch fits, the longest sequences.
+    Args:
+        known: the candidates that the frontier has within any budgets.
     """
-    found, over = [], question.budgets.over(frontier.nearest(question.budgets).needs)
-    for name, option in (("device", "--device-memory"), ("host", "--host-memory"), ("pinned", "--pinned-memory")):
-        others = _without(question.budgets, name)
-        needs = [needed(c.needs, others.phases)[name] for c in frontier.candidates if not others.over(c.needs)]
-        if needs:
-            least = min(needs) * (1 if name == "device" else question.gpus)
-            found.append(f"{option} {-(-least // MIB)}MiB" if least < GIB else f"{option} {_tenths(least):.1f}GiB")
-    if _fits_unpinned(question, frontier, required):
-        found.append("--no-pin")
+    found, speeds = list[Fix](), frontier.costs.speeds
+    over = question.budgets.over(frontier.nearest(question.budgets).needs)
+    unpinned = replace(question.workload, pin_gradients=False, pin_weights=False)
+    limited = question.budgets.pinned_bytes is not None and question.workload != unpinned
+    if limited and _fits(replace(question, workload=unpinned), speeds):
+        found.append(Fix("gradients and weights not pinned, whose copies then take longer", unpinned=True))
     if question.forced != Forced():
-        free = Frontier(question.workload, frontier.costs.speeds, required, Forced())
-        if free.fits(question.budgets):
-            found.append(
-                "the planner's own choice: no --place, --keep, --weights, and no options that force offloading"
-            )
+        fix = Fix("the planner's own choice of what is offloaded and recomputed", unforced=True)
+        # Options that pin less go with those that offload.
+        pinned = replace(question.workload, pin_gradients=True, pin_weights=True)
+        found += [fix] if _fits(replace(question, workload=pinned, forced=Forced()), speeds) else []
+    smaller = _smaller(question, speeds, required, over)
     if question.workload.ranks > 1 and not question.workload.resharded:
-        tried = replace(question.workload, resharded=True)
-        again = Frontier(tried, frontier.costs.speeds, required, question.forced)
-        if again.fits(question.budgets):
-            found.append(f"layers that are unsharded only while they run: {RESHARDED}, or with --config --reshard")
-    found += _more_gpus(question, frontier.costs.speeds)
-    sequences = question.workload.microbatch_sequences
-    in_step = sequences * question.workload.microbatches
-    while sequences > 1:
-        sequences = next(n for n in range(sequences // 2, 0, -1) if in_step % n == 0)
-        tried = replace(question.workload, microbatch_sequences=sequences, microbatches=in_step // sequences)
-        if not _may_fit(tried, question.budgets, required):
-            continue
-        again = Frontier(tried, frontier.costs.speeds, required, question.forced)
-        if again.fits(question.budgets):
-            found.append(f"a microbatch of {sequences} sequence{'s' if sequences > 1 else ''}")
-            break
-    else:
-        if "device" in over:
-            found += _shorter(question, frontier.costs.speeds, required)
-    if not found:
-        short = " and ".join(f"{gib(size)} GiB more of {name} memory" for name, size in over.items())
-        found.append(short)
-    return found
+        tried = replace(question, workload=replace(question.workload, resharded=True))
+        if _fits(tried, speeds):
+            found.append(Fix("layers resharded after forward", resharded=True))
+        elif smaller is None and (both := _smaller(tried, speeds, required, over)):
+            smaller = replace(both, what=f"{both.what}, layers resharded after forward", resharded=True)
+    found += [smaller] if smaller else []
+    raised = [_raised(question, name, known) for name in ("host", "pinned", "device")]
+    if not any(raised):
+        nearest = needed(frontier.nearest(question.budgets).needs, question.budgets.phases)
+        raised = [_limits(question, {name: nearest[name] for name in over})]
+    # What no GPU has comes last.
+    return sorted(filter(None, [*found, *raised, _more_gpus(question)]), key=_is_beyond)
 
 
-def _more_gpus(question: Question, speeds: Speeds) -> list[str]:
-    """Propose the smallest number of GPUs among which it fits, in doublings: machines of this kind, as full as this.
+def _fits(question: Question, speeds: Speeds) -> bool:
+    required = required_of(question.workload)
+    return Frontier(question.workload, speeds, required, question.forced).fits(question.budgets)
 
-    Each GPU has as many microbatches as now, and the limits that it has now.
+
+def _raised(question: Question, name: str, known: Sequence[Candidate]) -> Fix | None:
+    """Propose the smallest raise of this budget that is enough alone."""
+    others = _without(question.budgets, name)
+    needs = [needed(c.needs, others.phases)[name] for c in known if not others.over(c.needs)]
+    return _limits(question, {name: min(needs)}) if needs else None
+
+
+def _limits(question: Question, limits: Mapping[str, int]) -> Fix:
+    """Return the fix that sets these budgets, in bytes of one GPU and its share of the machine."""
+    words, totals = [], dict[str, int]()
+    for name, nbytes in limits.items():
+        of = 1 if name == "device" else question.gpus
+        each = " on each GPU" if name == "device" and question.gpus > 1 else ""
+        totals[name] = nbytes * of
+        before = question.budgets.limits[name] * of
+        words.append(f"{_as_asked(nbytes * of)} of {name} memory{each} instead of {size(before)}")
+    device, host, pinned = (totals.get(name) for name in ("device", "host", "pinned"))
+    fix = Fix(" and ".join(words), device_bytes=device, host_bytes=host, pinned_bytes=pinned)
+    return replace(fix, what=f"{fix.what} (no GPU of a shipped profile has it)") if _is_beyond(fix) else fix
+
+
+def _is_beyond(fix: Fix) -> bool:
+    """Return whether the fix takes more device memory than any GPU of the shipped profiles has, less a reserve."""
+    gpus = [gpu for name in PROFILES if (gpu := profile(name).gpu)]
+    return (fix.device_bytes or 0) > max(device_budget(gpu.memory_bytes, 1) for gpu in gpus)
+
+
+def _as_asked(nbytes: int) -> str:
+    """Format the size that an option is given, which is rounded up, for people."""
+    return size(size_bytes(size_option(nbytes), ""))
+
+
+def _more_gpus(question: Question) -> Fix | None:
+    """Propose the smallest number of GPUs among which it fits, in doublings, each with the limits that it has now.
+
+    The step stays as it is where it can be divided among them; else each GPU has as many microbatches as now.
     """
     asked, whole, forced = question.workload, question.whole, question.forced
     if whole is None or forced.placements:  # of buckets that other numbers of GPUs do not have
-        return []
-    budgets = question.budgets
-    if question.gpus == 1 and budgets.device_bytes == default_budgets(question.hardware, 1).device_bytes:
-        budgets = replace(budgets, device_bytes=default_budgets(question.hardware, 2).device_bytes)
+        return None
+    budgets, hardware = question.budgets, question.hardware
+    if question.gpus == 1 and budgets.device_bytes == default_budgets(hardware, 1).device_bytes:
+        budgets = replace(budgets, device_bytes=default_budgets(hardware, 2).device_bytes)
 
-    def fits(ranks: int, *, resharded: bool) -> bool:
-        several = replace(whole, microbatches=asked.microbatches * ranks)
-        tried = sharded(several, ranks, reduced_in_fp32=asked.reduced_in_fp32, resharded=resharded)
-        required = required_of(tried)
+    def fits(tried: Workload) -> bool:
+        required, speeds = required_of(tried), speeds_of(hardware, tried.ranks)
         return _may_fit(tried, budgets, required) and Frontier(tried, speeds, required, forced).fits_at_last(budgets)
 
     # More ranks than a tensor has rows take more memory again, so the numbers are tried one after the other.
     for doublings in range(1, _MOST_DOUBLINGS + 1):
+        ranks = question.gpus << doublings
+        kept = whole.microbatches % ranks == 0
+        microbatches = whole.microbatches if kept else asked.microbatches * ranks
+        tried = _among(whole, ranks, microbatches)
         for resharded in sorted({asked.resharded, True}):
-            if fits(question.gpus << doublings, resharded=resharded):
-                also = f", with {RESHARDED}, or --config --reshard" if resharded and not asked.resharded else ""
-                return [f"{question.gpus << doublings} GPUs, of {1 << doublings} machines like this one{also}"]
-    return []
+            if tried is not None and fits(replace(tried, resharded=resharded)):
+                step = None if kept else microbatches * asked.microbatch_sequences
+                return _machines(question, ranks, step, resharded=resharded and not asked.resharded)
+    return None
+
+
+def _among(whole: Workload, ranks: int, microbatches: int) -> Workload | None:
+    """Return a rank's part with a step of so many microbatches in all; None where it cannot be divided."""
+    several = replace(whole, microbatches=microbatches)
+    try:
+        return sharded(several, ranks, reduced_in_fp32=whole.reduced_in_fp32)
+    except UndividedError:
+        return None
+
+
+def _machines(question: Question, ranks: int, step_sequences: int | None, *, resharded: bool) -> Fix:
+    """Return the fix of as many GPUs in machines like this one, with what else has to change."""
+    limits, count = question.budgets.limits, ranks // question.gpus
+    host, pinned = (limits[name] * ranks if name in limits else None for name in ("host", "pinned"))
+    parts = [f"{ranks} GPUs, as in {count} machines like this one (for memory: seconds are predicted for one machine)"]
+    parts += [f"{_as_asked(host)} of host memory in all"] if host is not None else []
+    parts += ["layers resharded after forward"] if resharded else []
+    parts += [f"a step of {_sequences(step_sequences)}"] if step_sequences else []
+    return Fix(
+        ", ".join(parts),
+        host_bytes=host,
+        pinned_bytes=pinned,
+        gpus=ranks,
+        step_sequences=step_sequences,
+        resharded=resharded,
+    )
 
 
 def more_gpus_in_vain(found: Answer) -> str:
     """Say what more GPUs do not make smaller, in a sentence; "" where they would help, or it fits."""
     question, whole = found.question, found.question.whole
-    if found.chosen is not None or whole is None or any(" GPUs, of " in change for change in found.changes):
+    if found.chosen is not None or whole is None or any(fix.gpus for fix in found.fixes):
         return ""
-    ranks = question.gpus << 2
-    tried = sharded(replace(whole, microbatches=ranks), ranks, resharded=True)
-    needs = _least_device(tried, required_of(tried))
+    ways = question.gpus << 2, question.gpus << _MOST_DOUBLINGS
+    among = [replace(tried, resharded=True) for ranks in ways if (tried := _among(whole, ranks, ranks))]
+    if not among:
+        return ""
+    least = {tried.ranks: _least_device(tried, required_of(tried)) for tried in among}
+    ranks, needs = min(least.items(), key=lambda pair: pair[1].device_peak_bytes)
     if "device" not in question.budgets.over(needs):
-        return ""
+        # Placements that are asked for are those of this number of GPUs.
+        return "" if question.forced.placements else f"More such machines would not help, with up to {ways[-1]} GPUs."
     fullest = max(needs.phases, key=lambda phase: phase.device_bytes).device
     name, most = max(fullest.items(), key=lambda pair: pair[1])
-    return f"More such GPUs do not: of {ranks}, each needs {size(needs.device_peak_bytes)}, {size(most)} of it {name}."
+    peak = size(needs.device_peak_bytes)
+    return f"More such GPUs would not help: each of {ranks} needs {peak} of device memory, {size(most)} of it {name}."
 
 
 def _may_fit(workload: Workload, budgets: Budgets, required: Required) -> bool:
@@ -256,35 +337,53 @@ def _least_device(workload: Workload, required: Required) -> Needs:
     return min(least, key=lambda needs: needs.device_peak_bytes)
 
 
-def _shorter(question: Question, speeds: Speeds, required: Required) -> list[str]:
+def _smaller(question: Question, speeds: Speeds, required: Required, over: Mapping[str, int]) -> Fix | None:
+    """Propose smaller microbatches, or, if none fits, shorter sequences where device memory is short."""
+    fix = _smaller_microbatch(question, speeds, required)
+    return _shorter(question, speeds, required) if fix is None and "device" in over else fix
+
+
+def _smaller_microbatch(question: Question, speeds: Speeds, required: Required) -> Fix | None:
+    """Propose the largest microbatch that fits and divides the step."""
+    sequences = question.workload.microbatch_sequences
+    in_step = sequences * question.workload.microbatches
+    while sequences > 1:
+        sequences = next(n for n in range(sequences // 2, 0, -1) if in_step % n == 0)
+        tried = replace(question.workload, microbatch_sequences=sequences, microbatches=in_step // sequences)
+        if _fits_so(question, tried, speeds, required):
+            return Fix(f"microbatches of {_sequences(sequences)}", microbatch_sequences=sequences)
+    return None
+
+
+def _shorter(question: Question, speeds: Speeds, required: Required) -> Fix | None:
     """Propose the longest of half, a quarter, ... of a sequence that fits, as many of them in a step."""
     asked = question.workload
     workload = replace(asked, microbatch_sequences=1, microbatches=asked.microbatch_sequences * asked.microbatches)
 
     def fits(tokens: int) -> bool:
-        tried = replace(workload, sequence_tokens=tokens)
-        may_fit = _may_fit(tried, question.budgets, required)
-        return may_fit and Frontier(tried, speeds, required, question.forced).fits(question.budgets)
+        return _fits_so(question, replace(workload, sequence_tokens=tokens), speeds, required)
 
     halves = [asked.sequence_tokens >> n for n in range(1, asked.sequence_tokens.bit_length())]
     lengths = [tokens for tokens in halves if tokens >= _FEWEST_TOKENS]
     if not lengths or not fits(lengths[-1]):  # the shortest first: where weights alone exceed the memory no length fits
-        return []
+        return None
     tokens = next(filter(fits, lengths[:-1]), lengths[-1])
-    return [f"sequences of {tokens:,} tokens: model.seq_length={tokens}, or with --config --seq {tokens}"]
+    if asked.microbatch_sequences == 1:
+        return Fix(f"sequences of {tokens:,} tokens", sequence_tokens=tokens)
+    what = f"sequences of {tokens:,} tokens, one in a microbatch"
+    return Fix(what, sequence_tokens=tokens, microbatch_sequences=1)
 
 
-def _tenths(nbytes: int) -> float:
-    """Convert bytes to GiB, rounded up to tenths."""
-    return -(-nbytes // (GIB // 10)) / 10
+def _sequences(count: int) -> str:
+    return f"{count} sequence{'' if count == 1 else 's'}"
 
 
-def _fits_unpinned(question: Question, frontier: Frontier, required: Required) -> bool:
-    """Return whether only pinned gradients and weights exceed the budgets."""
-    budgets, workload = question.budgets, question.workload
-    unpinned = replace(workload, pin_gradients=False, pin_weights=False)
-    near = [c.choice for c in frontier.candidates if set(budgets.over(c.needs)) == {"pinned"}]
-    return workload != unpinned and any(not budgets.over(required(unpinned, choice)) for choice in near)
+def _fits_so(question: Question, tried: Workload, speeds: Speeds, required: Required) -> bool:
+    """Return whether the question fits with this workload.
+
+    Sizes of a shorter sequence or a smaller microbatch are those of the traced one in proportion: never too small.
+    """
+    return _may_fit(tried, question.budgets, required) and _fits(replace(question, workload=tried), speeds)
 
 
 def _without(budgets: Budgets, name: str) -> Budgets:

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import groupby
 
-from hostward.core.placement import Placement, placements_of, summed_on_host
+from hostward.core.placement import Placement, placements_of, summed_among
 from hostward.plan.budgets import Budgets, Required
 from hostward.plan.cost_model import SUM_BYTES, Costs, Speeds, balanced_share
-from hostward.plan.decisions import ELEMENTWISE, LEAVES, Choice, Keep
+from hostward.plan.decisions import LEAVES, Choice, Keep
 from hostward.plan.memory_model import LOAD, MemoryModel, Needs
 from hostward.plan.refinement import WORTH_FOLLOWING, Neighbourhood, PatternSearch, fastest
 from hostward.plan.solver import LAST_STAY, Forced, Limits, LinearProgram
@@ -122,6 +122,8 @@ class Frontier:
         self._probes: set[Choice] = set()
         """Choices that a search came past and whose time was not needed: `unbeaten` does not predict it, either."""
         self._placed: dict[tuple[float, float, frozenset[str]], tuple[Placement, ...]] = {}
+        self._frees: dict[tuple[Placement, ...], bool] = {}
+        self._programs: dict[frozenset[str], LinearProgram] = {}
         plain = self._plain()
         choice = self._settled(plain, on_host=bool(self._forced.gradients_on_host))
         self.base = self._seen[choice] = Candidate(choice, required(workload, choice), self.costs)
@@ -196,15 +198,14 @@ class Frontier:
             return self.best(budgets)  # nothing is predicted to be faster
         spread = search.spread(start.choice)
         # No variation leads from few layers with offloaded weights to many, or between two kinds of recomputation.
-        apart: dict[tuple[bool, bool], list[Candidate]] = {}
+        apart: dict[tuple[bool, tuple[Keep, ...]], list[Candidate]] = {}
         for found in [start, *spread]:
-            kind = bool(found.choice.offloaded_weights), any(k in ELEMENTWISE for k in found.choice.activations)
-            apart.setdefault(kind, []).append(found)
+            apart.setdefault((bool(found.choice.offloaded_weights), found.choice.activations[:1]), []).append(found)
         starts = [search.best(alike) for alike in apart.values()]
         best = search.best(starts)
         limit_s = best.prediction.step_s * (1 + WORTH_FOLLOWING)
         near = [c for c in starts if c is not best and not excess(c) and c.prediction.step_s < limit_s]
-        search.follow([best, *([search.best(near)] if near else [])])
+        search.follow([best, *near])
         self._probes |= {c.choice for c in self._seen.values() if c.choice not in before and not c.is_predicted}
         return self.best(budgets)
 
@@ -255,12 +256,23 @@ class Frontier:
         asked = self._forced.gradients_on_host
         if asked is not None:
             return self._weigh(choice, on_host=asked)
-        frees = _summed_elsewhere(self.costs, choice)
+        frees = self._frees_device(choice.placements)
         found = self._weigh(choice, on_host=frees)
         before_bytes = found.needs.phase(LOAD).device_bytes
         if frees and before_bytes + SUM_BYTES * sum(self.costs.numels) <= self._most_bytes:
             self._weigh(choice, on_host=False)
         return found
+
+    def _frees_device(self, placements: tuple[Placement, ...]) -> bool:
+        """Return whether accumulating gradients on the host frees device memory.
+
+        It does with several microbatches, and parameters that are wholly there.
+        """
+        if self.workload.microbatches == 1:
+            return False
+        if placements not in self._frees:
+            self._frees[placements] = bool(summed_among(self.costs.sharing, placements))
+        return self._frees[placements]
 
     def _weigh(self, choice: Choice, *, on_host: bool) -> Candidate:
         choice = self._settled(choice, on_host=on_host)
@@ -274,7 +286,8 @@ class Frontier:
         return replace(choice, gradients_on_host=on_host, staging_bytes=self._forced.staging_bytes)
 
     def _climb(self, weights: frozenset[str]) -> None:
-        program = LinearProgram(self.costs, self._forced, weights)
+        program = self._programs.get(weights) or LinearProgram(self.costs, self._forced, weights)
+        self._programs[weights] = program
         least = program.solve(Limits(), least_device=True)
         if least is None:
             return
@@ -289,13 +302,14 @@ class Frontier:
         found = [self._add(best)]
         whole = not weights or self._forced.offloaded_weights is not None
         reach = _REACH * self._most_bytes
-        for limit in _ladder(low, high, DEVICE_LEVELS if whole else 2):
+        # From wide limits to narrow ones: within these, much of what was slower is known to be.
+        for limit in reversed(_ladder(low, high, DEVICE_LEVELS if whole else 2)):
             choice = program.solve(Limits(device_bytes=limit * (1 + 1e-9))) if limit <= reach else None
             if choice is not None:
                 found.append(self._add(choice))
         most = max(program.host_bytes(candidate.choice) for candidate in found)
         for share in HOST_LEVELS if whole else ():
-            for level in range(_HOST_DEVICE_LEVELS):
+            for level in reversed(range(_HOST_DEVICE_LEVELS)):
                 limit = low + (high - low) * level / _HOST_DEVICE_LEVELS
                 choice = program.solve(Limits(limit, most * share)) if limit <= reach else None
                 if choice is not None:
@@ -347,11 +361,13 @@ class Frontier:
         forced, buckets = self._forced, self.workload.inventory.buckets
         key = fraction, streamed, weights
         if key not in self._placed:
-            found = zip(buckets, placements_of(buckets, fraction, streamed), strict=True)
-            self._placed[key] = tuple(
-                forced.placements.get(i, Placement.HOST if bucket.layer in weights else placement)
-                for i, (bucket, placement) in enumerate(found)
-            )
+            found = placements_of(buckets, fraction, streamed)
+            if forced.placements or weights:
+                found = [
+                    forced.placements.get(i, Placement.HOST if bucket.layer in weights else placement)
+                    for i, (bucket, placement) in enumerate(zip(buckets, found, strict=True))
+                ]
+            self._placed[key] = tuple(found)
         keeps = [keep] * len(self.workload.repeated)
         if keep is Keep.RECOMPUTE_OFFLOAD:
             keeps[-LAST_STAY:] = [Keep.RECOMPUTE] * min(LAST_STAY, len(keeps))
@@ -398,16 +414,6 @@ class Frontier:
 
 def _peak(candidate: Candidate) -> int:
     return candidate.needs.device_peak_bytes
-
-
-def _summed_elsewhere(costs: Costs, choice: Choice) -> bool:
-    """Return whether accumulating gradients on the host frees device memory.
-
-    It does with several microbatches, and parameters that are wholly there.
-    """
-    if costs.workload.microbatches == 1:
-        return False
-    return bool(summed_on_host(costs.workload.inventory.buckets, choice.placements))
 
 
 # The streamed state that can be prefetched during backward, as far as time and freed memory allow.

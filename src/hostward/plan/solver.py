@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, product
 from typing import Any
 
-from hostward.core.inventory import Bucket
-from hostward.core.placement import Placement, placements_of, step_speed
+from hostward.core.placement import Placement, placements_of
 from hostward.errors import needed_for
 from hostward.plan.cost_model import SUM_BYTES, Costs
 from hostward.plan.decisions import ELEMENTWISE, LEAVES, RECOMPUTED, Choice, Keep
@@ -62,6 +61,11 @@ class Limits:
     device_bytes: float | None = None
     host_bytes: float | None = None
 
+    def within(self, other: Limits) -> bool:
+        """Return whether what keeps to these limits keeps to the other ones."""
+        pairs = ((self.device_bytes, other.device_bytes), (self.host_bytes, other.host_bytes))
+        return all(wide is None or (own is not None and own <= wide) for own, wide in pairs)
+
 
 @dataclass(slots=True)
 class _Rows:
@@ -104,6 +108,9 @@ class LinearProgram:
         self.either: list[int] = []
         """Variables that are 0 or 1."""
         self.rows = _Rows()
+        self._choices: dict[tuple[Limits, bool], Choice | None] = {}
+        self._solved: list[tuple[Limits, dict[tuple[float, ...], float]]] = []
+        """The objectives that were found within limits, by the values of `either`."""
         self.buckets = costs.workload.inventory.buckets
         self.bucket_kinds = self._bucket_kinds()
         self.layer_kinds = self._layer_kinds()
@@ -180,10 +187,10 @@ class LinearProgram:
 
     # ------------------------------------------------------------------ expressions
 
-    def _of_buckets(self, of: Any, *placements: Placement) -> Terms:
-        """Return the sum of `of(bucket)` over buckets with one of the placements."""
+    def _of_buckets(self, of: Sequence[float], *placements: Placement) -> Terms:
+        """Return the sum of what there is of each bucket, over buckets with one of the placements."""
         return {
-            kinds[p]: float(sum(of(self.buckets[member]) for member in members))
+            kinds[p]: float(sum([of[member] for member in members]))
             for members, kinds in zip(self.bucket_kinds, self.placed, strict=True)
             for p in placements
             if p in kinds
@@ -205,13 +212,12 @@ class LinearProgram:
         backward = sum(c.backward_s for c in costs.layers)
         again = self._of_layers(lambda c, k: c.again_s(k), list(Keep))
         parked = self._of_layers(lambda c, k: c.held_bytes(k), LEAVES)
-        host_s = self._of_buckets(lambda b: b.numel / speeds.host_parameters_per_s / step_speed(b), Placement.HOST)
-        weights = self._of_buckets(_weight_bytes, Placement.HOST)
+        host_s = self._of_buckets(costs.host_s, Placement.HOST)
+        weights = self._of_buckets(costs.weight_bytes, Placement.HOST)
         uploads = weights if not self.weights else {}
-        state = self._of_buckets(lambda b: b.state_bytes, Placement.STREAMED)
-        device = self._of_buckets(
-            lambda b: (2 * b.state_bytes + 6 * b.numel) / speeds.traffic_bytes_per_s, Placement.DEVICE
-        )
+        state = self._of_buckets(costs.state_bytes, Placement.STREAMED)
+        stepped_bytes = [2 * state + 6 * numel for state, numel in zip(costs.state_bytes, costs.numels, strict=True)]
+        device = self._of_buckets([size / speeds.traffic_bytes_per_s for size in stepped_bytes], Placement.DEVICE)
         after, behind, middle, staged = (self._variable() for _ in range(4))
         duplex = speeds.h2d_bytes_per_s + speeds.d2h_bytes_per_s
         busy = speeds.slowdown[7][Queue.D2H] * duplex
@@ -246,17 +252,18 @@ class LinearProgram:
     def _memory(self) -> None:
         costs = self.costs
         several, wide = costs.workload.microbatches > 1, SUM_BYTES if costs.workload.gradients_in_fp32 else 0
-        largest = max((b.state_bytes for b in self.buckets), default=0)
+        largest = max(costs.state_bytes, default=0)
         self.streams = streams = self._so_or_so()
-        state = self._of_buckets(lambda b: b.numel, Placement.STREAMED)
+        state = self._of_buckets(costs.numels, Placement.STREAMED)
         self.rows.at_most({**state, streams: -float(sum(costs.numels) or 1)}, 0.0)
         here = [layer for layer in costs.workload.layers if layer.name not in self.weights]
         away = sorted((c.layer.weight_bytes for c in costs.layers if c.layer.name in self.weights), reverse=True)
         at_once = 1 + weight_prefetch_depth(gathered=costs.workload.ranks > 1)
         fixed = float(sum(layer.weight_bytes for layer in here) + sum(away[:at_once]))
-        held = self._of_buckets(lambda b: b.state_bytes, Placement.DEVICE)
+        held = self._of_buckets(costs.state_bytes, Placement.DEVICE)
         always = _sum((held, 1.0), ({streams: float(MIN_STAGING_BUFFERS * largest)}, 1.0))
-        stays = self._of_buckets(lambda b: b.numel * (wide or b.dtype.itemsize_bytes), *Placement)
+        gradients = [wide * numel for numel in costs.numels] if wide else costs.weight_bytes
+        stays = self._of_buckets(gradients, *Placement)
         if not several:
             stays = {v: c for v, c in stays.items() if v not in {k.get(Placement.HOST) for k in self.placed}}
         kept = self._of_layers(lambda c, k: c.held_bytes(k), [k for k in Keep if k not in LEAVES])
@@ -270,8 +277,9 @@ class LinearProgram:
         parked = self._of_layers(lambda c, k: c.held_bytes(k), LEAVES)
         # Pools grow by an eighth on a prefetch miss; the memory model has the last word.
         host = _sum(
-            (self._of_buckets(lambda b: b.host_bytes + b.numel * b.dtype.itemsize_bytes, Placement.HOST), 1.0),
-            (self._of_buckets(lambda b: b.state_bytes, Placement.STREAMED), 1.0),
+            (self._of_buckets(costs.host_bytes, Placement.HOST), 1.0),
+            (self._of_buckets(costs.weight_bytes, Placement.HOST), 1.0),
+            (self._of_buckets(costs.state_bytes, Placement.STREAMED), 1.0),
             (parked, 1.0),
         )
         self.host = host, float(sum(c.layer.frozen_weight_bytes for c in costs.layers if c.layer.name in self.weights))
@@ -281,8 +289,14 @@ class LinearProgram:
     def solve(self, limits: Limits, *, least_device: bool = False) -> Choice | None:
         """Return the fastest choice within the limits by linear times, or the one with the least device memory.
 
-        None where there is no such choice.
+        None where there is no such choice. What was found once is not sought again.
         """
+        key = limits, least_device
+        if key not in self._choices:
+            self._choices[key] = self._solve(limits, least_device=least_device)
+        return self._choices[key]
+
+    def _solve(self, limits: Limits, *, least_device: bool) -> Choice | None:
         rows, bounds = list(self.rows.coefficients), list(self.rows.bounds)
         objective, count = self.objective, len(self.upper)
         for terms, fixed in self.device:
@@ -299,16 +313,40 @@ class LinearProgram:
         if least_device:
             objective = {count: 1.0}
             upper.append(math.inf)
-        found = _solve(objective, rows, bounds, upper, self.either)
+        found = self._best(_Linear(objective, rows, bounds, upper), None if least_device else limits)
         return None if found is None else self._choice(found[: len(self.upper)])
+
+    def _best(self, program: _Linear, limits: Limits | None) -> list[float] | None:
+        """Return the values with the least objective over both values of each binary decision; None where there are
+        none.
+
+        Args:
+            limits: those within which it is the fastest choice. Where a decision was no better within wider ones, it is
+                not tried again. None: it is something else.
+        """
+        wider = [solved for of, solved in self._solved if limits is not None and limits.within(of)]
+        least = {
+            decided: max((solved.get(decided, -math.inf) for solved in wider), default=-math.inf)
+            for decided in product((0.0, 1.0), repeat=len(self.either))
+        }
+        solved, best = dict[tuple[float, ...], float](), (math.inf, list[float]())
+        for decided in sorted(least, key=lambda decided: least[decided]):
+            if least[decided] >= best[0]:
+                break
+            fastest = program.solve(dict(zip(self.either, decided, strict=True)))
+            solved[decided] = fastest[0]
+            best = min(best, fastest, key=lambda pair: pair[0])
+        if limits is not None:
+            self._solved.append((limits, solved))
+        return best[1] or None
 
     def _values(self, choice: Choice) -> list[float]:
         """Return the variables of a choice that this program made."""
-        values = [0.0] * len(self.upper)
+        values, state_bytes = [0.0] * len(self.upper), self.costs.state_bytes
         for members, kinds in zip(self.bucket_kinds, self.placed, strict=True):
-            total = sum(self.buckets[m].state_bytes for m in members) or 1
+            total = sum([state_bytes[m] for m in members]) or 1
             for member in members:
-                values[kinds[choice.placements[member]]] += self.buckets[member].state_bytes / total
+                values[kinds[choice.placements[member]]] += state_bytes[member] / total
         for members, options in zip(self.layer_kinds, self.kept, strict=True):
             for member in members:
                 values[options[choice.activations[member]]] += 1
@@ -358,45 +396,53 @@ def rounded_up(counts: Sequence[float]) -> list[int]:
     return [math.ceil(total - _ROUNDED) for total in accumulate(counts)]
 
 
-def _weight_bytes(bucket: Bucket) -> int:
-    return bucket.numel * bucket.dtype.itemsize_bytes
-
-
 def require_scipy() -> None:
     """Raise MissingPackageError without SciPy, whose solver chooses placements."""
     with needed_for("planning", "train,plan"):
         import scipy.optimize  # noqa: F401
 
 
-def _solve(
-    objective: Mapping[int, float],
-    rows: Sequence[Mapping[int, float]],
-    bounds: Sequence[tuple[float, float]],
-    upper: Sequence[float],
-    either: Sequence[int],
-) -> list[float] | None:
-    """Return the values with the least objective, where those of `either` are 0 or 1; None where there are none."""
-    require_scipy()
-    import numpy as np
-    from scipy.optimize import Bounds, LinearConstraint, milp
+class _Linear:
+    """Hold a linear program: the rows are limits of linear expressions.
 
-    matrix = np.zeros((len(rows), len(upper)))
-    for r, terms in enumerate(rows):
-        for variable, coefficient in terms.items():
-            matrix[r, variable] = coefficient
-    # Bytes and seconds in one matrix: each row by its largest coefficient.
-    scale = np.maximum(np.abs(matrix).max(axis=1), 1e-30)
-    low, high = (np.array(side) / scale for side in zip(*bounds, strict=True))
-    constraints = LinearConstraint(matrix / scale[:, None], low, high)
-    weights = np.zeros(len(upper))
-    for variable, coefficient in objective.items():
-        weights[variable] = coefficient
-    weights /= max(np.abs(weights).max(), 1e-30)
-    solved = []
-    for values in product((0.0, 1.0), repeat=len(either)):
-        least, most = np.zeros(len(upper)), np.array(upper)
-        least[either] = most[either] = values
-        found = milp(weights, constraints=constraints, bounds=Bounds(least, most))
-        if found.x is not None:
-            solved.append((float(found.fun), [float(v) for v in found.x]))
-    return min(solved, key=lambda pair: pair[0], default=(0.0, None))[1]
+    Args:
+        upper: largest value of each variable; the smallest is 0.
+    """
+
+    def __init__(
+        self,
+        objective: Mapping[int, float],
+        rows: Sequence[Mapping[int, float]],
+        bounds: Sequence[tuple[float, float]],
+        upper: Sequence[float],
+    ) -> None:
+        require_scipy()
+        import numpy as np
+        from scipy.optimize import LinearConstraint
+
+        self._upper = upper
+        matrix = np.zeros((len(rows), len(upper)))
+        for r, terms in enumerate(rows):
+            for variable, coefficient in terms.items():
+                matrix[r, variable] = coefficient
+        # Bytes and seconds in one matrix: each row by its largest coefficient.
+        scale = np.maximum(np.abs(matrix).max(axis=1), 1e-30)
+        low, high = (np.array(side) / scale for side in zip(*bounds, strict=True))
+        self._constraints = LinearConstraint(matrix / scale[:, None], low, high)
+        self._weights = np.zeros(len(upper))
+        for variable, coefficient in objective.items():
+            self._weights[variable] = coefficient
+        self._weights /= max(np.abs(self._weights).max(), 1e-30)
+
+    def solve(self, fixed: Mapping[int, float]) -> tuple[float, list[float]]:
+        """Return the least objective and its values, with the given values of some variables; infinity and no values
+        where there are none.
+        """
+        import numpy as np
+        from scipy.optimize import Bounds, milp
+
+        least, most = np.zeros(len(self._upper)), np.array(self._upper)
+        for variable, value in fixed.items():
+            least[variable] = most[variable] = value
+        found = milp(self._weights, constraints=self._constraints, bounds=Bounds(least, most))
+        return (math.inf, []) if found.x is None else (float(found.fun), [float(v) for v in found.x])

@@ -64,8 +64,8 @@ class SlotCount:
     unstage_at: tuple[str | None, ...]
 
 
-Columns = tuple[Floats, Floats, Floats, Floats, Floats]
-"""Bytes of weights, gradients, activations, logits and loss, and gathered weights, by moment."""
+Columns = tuple[Floats, Floats, Floats, Floats]
+"""Bytes of weights, activations, logits and loss, and gathered weights, by moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +73,23 @@ class Timeline:
     """Hold the device memory moment by moment, without GPU staging buffers and optimizer state, in bytes."""
 
     weights: Floats
-    gradients: Floats
     activations: Floats
     loss: Floats
     gathered: Floats
+    gradients: Floats
     totals: Floats
     """Sums of the others."""
 
     @classmethod
     def of(cls, *parts: Columns) -> Timeline:
-        """Return the timeline of these parts of a step, one after the other."""
-        weights, gradients, kept, loss, gathered = map(np.concatenate, zip(*parts, strict=True))
-        return cls(weights, gradients, kept, loss, gathered, weights + gradients + kept + loss + gathered)
+        """Return the timeline of these parts of a step, one after the other, without gradients."""
+        weights, kept, loss, gathered = map(np.concatenate, zip(*parts, strict=True))
+        return cls(weights, kept, loss, gathered, np.zeros(len(weights)), weights + kept + loss + gathered)
+
+    def holding(self, *gradients: Floats) -> Timeline:
+        """Return the timeline with gradients, in bytes by moment, of one part of the step after the other."""
+        held = np.concatenate(gradients)
+        return replace(self, gradients=held, totals=self.totals + held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +118,7 @@ class Passes:
 
     def __init__(self, facts: Facts) -> None:
         self._facts = facts
-        workload = facts.workload
+        self.workload = workload = facts.workload
         self._tokens, self._length = workload.microbatch_tokens, workload.sequence_tokens
         first = next((i for i, layer in enumerate(workload.layers) if layer.repeated), 0)
         self._behind = [not layer.repeated and i > first for i, layer in enumerate(workload.layers)]
@@ -124,6 +129,14 @@ class Passes:
         share their curves.
         """
         self._known: dict[tuple[Way, ...], tuple[Moments, Moments]] = {}
+        self._layers: dict[tuple[tuple[Keep, ...], frozenset[str]], LayerMemory] = {}
+
+    def layers(self, choice: Choice) -> LayerMemory:
+        """Return what layers hold under a choice; placements of state make no difference to it."""
+        key = choice.activations, choice.offloaded_weights
+        if key not in self._layers:
+            self._layers[key] = LayerMemory(self, *key)
+        return self._layers[key]
 
     def of(self, ways: tuple[Way, ...]) -> tuple[Moments, Moments]:
         """Return the moments of forward and of backward."""
@@ -187,36 +200,40 @@ class Passes:
         )
 
 
-class StepModel:
-    """Simulate the memory of one step in steady state: the last microbatch, and what earlier ones left.
+class LayerMemory:
+    """Predict what layers hold on the device along a step, apart from gradients and optimizer state.
 
     Arrays of layers are in the workload's order.
+
+    Args:
+        activations: treatments by repeated layer.
+        away: names of layers whose weights are offloaded.
     """
 
-    def __init__(self, facts: Facts, passes: Passes, choice: Choice, gradients: Gradients) -> None:
-        self._facts, self._passes, workload = facts, passes, facts.workload
-        self._workload = workload
-        self._gradients, self._captured, self._serial = gradients, choice.captured, choice.serial
+    def __init__(self, passes: Passes, activations: Sequence[Keep], away: frozenset[str]) -> None:
+        self._passes, self._workload = passes, passes.workload
+        workload = self._workload
         layers = workload.layers
+        self.count = len(layers)
         repeated = np.array([layer.repeated for layer in layers], np.bool_)
         self._visits: Ints = repeated.cumsum() - repeated
         """Listed layers before each layer."""
         keeps: list[Keep | None] = [None] * len(layers)
-        for i, keep in zip(np.flatnonzero(repeated), choice.activations, strict=True):
+        for i, keep in zip(np.flatnonzero(repeated), activations, strict=True):
             keeps[i] = keep
         ways = tuple([Way.KEEP if keep is None else _WAYS[keep] for keep in keeps])
-        self._forward, self._backward = passes.of(ways)
+        self.forward, self.backward = passes.of(ways)
         kept = np.array([passes.kept_bytes(i, way) for i, way in enumerate(ways)])
-        self._away = np.array([keep in LEAVES for keep in keeps], np.bool_)
-        self._kept = np.where(self._away, 0.0, kept)
-        parked = np.where(self._away, kept, 0.0)
+        leaves = np.array([keep in LEAVES for keep in keeps], np.bool_)
+        self._kept = np.where(leaves, 0.0, kept)
+        parked = np.where(leaves, kept, 0.0)
         self.parked_bytes = float(parked.cumsum()[-1])
         """Bytes in saved tensors on the host."""
         # After a layer was recomputed, nothing holds its reloaded input; the first gradient marks that moment.
         self._let_go = np.where([keep is Keep.RECOMPUTE_OFFLOAD for keep in keeps], parked, 0.0)
         self._parked_before: Floats = np.append(0.0, parked[repeated].cumsum())
         """Host bytes of all layers before a place among the listed layers."""
-        last_away = np.flatnonzero(self._away[repeated]).max(initial=-1)
+        last_away = np.flatnonzero(leaves[repeated]).max(initial=-1)
         self._window = max(1, int(repeated.sum()) - 1 - int(last_away))
         self._weights = np.array([layer.weight_bytes for layer in layers], np.int64)
         self._whole: Ints = self._weights * (workload.ranks if workload.ranks > 1 else 0)
@@ -233,19 +250,18 @@ class StepModel:
         self._left = self._reduced * int(self._whole[0])
         """Bytes scattered last in a backward: they stay until the next microbatch has something to scatter."""
         self._left_until = len(layers) - (2 if tied else 1)
-        self._fetched = bool(choice.offloaded_weights)
+        self._fetched = bool(away)
         self._ahead = weight_prefetch_depth(gathered=workload.ranks > 1)
-        offloaded = np.array([layer.name in choice.offloaded_weights for layer in layers], np.bool_)
+        offloaded = np.array([layer.name in away for layer in layers], np.bool_)
         self._offloaded = np.where(offloaded, self._weights, 0)
         """Bytes of weights by layer, where they are offloaded."""
         self._always = int(self._weights.sum() - self._offloaded.sum())
         self.resident_weight_bytes = self._always + int(self._offloaded[repeated][: self._ahead].sum())
         """Bytes of weights between steps, when the first offloaded layers are already being prefetched."""
-        sizes = facts.slot_bytes[gradients.is_on[Placement.STREAMED]]
-        self._slot_bytes = int(sizes.max(initial=0))
-        self._most = max_staging_buffers(len(sizes), self._slot_bytes, choice.staging_bytes)
-        self._late = facts.late
+        self.loads = bool(leaves.any()) or self._fetched
+        """Whether saved tensors or weights are copied to the device in backward."""
 
+    @cached_property
     def evaluation(self) -> dict[Owner, float]:
         """Return the largest device bytes of a microbatch's forward without backward, once the step is done."""
         # Within a checkpointed layer nothing is saved, as without gradients.
@@ -260,63 +276,53 @@ class StepModel:
             Owner.LOSS: float(moments.loss[fullest]),
         }
 
-    # ---------------------------------------------------------------- along the step
-
     @cached_property
-    def timeline(self) -> Timeline:
-        """Return the last microbatch, forward and backward."""
-        held, behind = self._gradients.held, self._gathered_behind
-        backward = self._in_backward(held[self._backward.made], behind, np.maximum(behind, self._reducing))
+    def step(self) -> Timeline:
+        """Return the last microbatch, forward and backward, without gradients."""
+        behind = self._gathered_behind
+        backward = self._in_backward(behind, np.maximum(behind, self._reducing))
         nothing = np.zeros(1)
-        end = nothing + self.resident_weight_bytes, held[-1:], self._kept[:1], nothing, nothing
+        end = nothing + self.resident_weight_bytes, self._kept[:1], nothing, nothing
         return Timeline.of(self._in_forward(), backward, end)
 
     @cached_property
-    def _between(self) -> Timeline | None:
-        """Return a backward before the last, in which gathered layers stay so and no staging buffer is acquired; None
-        where the last is the fullest.
+    def between(self) -> Timeline | None:
+        """Return a backward before the last likewise, in which gathered layers stay so; None where the last is the
+        fullest.
         """
         workload = self._workload
         if workload.fetched_anew or workload.microbatches == 1:
             return None
         gathered = self._whole_before[-1] + self._scattered(again=workload.microbatches > 2)
         reducing = self._whole_before[-1] + (1 + self._reduced) * self._whole
-        held = np.full(len(self._backward.made), float(self._gradients.before_bytes))
-        return Timeline.of(self._in_backward(held, gathered, reducing, lets_go=False))
+        return Timeline.of(self._in_backward(gathered, reducing, lets_go=False))
 
     def _in_forward(self) -> Columns:
         """Return the bytes in forward."""
-        moments, gradients = self._forward, self._gradients
-        held = np.full(len(self._kept), float(gradients.before_bytes))
-        if not gradients.accumulate:
-            waiting = gradients.used_in_forward()
-            held += waiting.sum() - waiting[:-1].cumsum()
+        moments = self.forward
         base = np.append(0.0, self._kept.cumsum()[:-1]) + self._leaving
         return (
             self._weights_at(1)[moments.layer],
-            held[moments.layer] + gradients.temporary[moments.summed],
             base[moments.layer] + moments.own,
             moments.loss,
             self._gathered[moments.layer],
         )
 
-    def _in_backward(self, held: Floats, gathered: Floats, reducing: Floats, *, lets_go: bool = True) -> Columns:
+    def _in_backward(self, gathered: Floats, reducing: Floats, *, lets_go: bool = True) -> Columns:
         """Return the bytes in a backward.
 
         Args:
-            held: bytes of gradients, by moment.
             gathered: bytes of gathered layers, by layer.
             reducing: those that remain gathered when the layer is done.
             lets_go: whether reloaded inputs are counted only until the layer has been recomputed.
         """
-        moments = self._backward
+        moments = self.backward
         total = np.subtract.accumulate(np.append(self._kept.cumsum()[-1], self._kept[::-1]))[:0:-1]
         kept = (total + self._back)[moments.layer]
         if lets_go:
             kept = kept - np.where(moments.begun, self._let_go[moments.layer], 0.0)
         return (
             self._weights_at(-1)[moments.layer],
-            held + self._gradients.temporary[moments.summed],
             kept + moments.own,
             moments.loss,
             np.where(moments.ends, reducing[moments.layer], gathered[moments.layer]),
@@ -408,6 +414,49 @@ class StepModel:
         found[:-1] += self._reduced * self._whole[1:]
         return found
 
+
+class StepModel:
+    """Simulate the memory of one step in steady state: the last microbatch, and what earlier ones left.
+
+    Arrays of layers are in the workload's order.
+
+    Args:
+        layers: of the choice, as `Passes.layers` returns it.
+    """
+
+    def __init__(self, facts: Facts, layers: LayerMemory, choice: Choice, gradients: Gradients) -> None:
+        self._facts, self.layers, self._workload = facts, layers, facts.workload
+        self._gradients, self._captured, self._serial = gradients, choice.captured, choice.serial
+        sizes = facts.slot_bytes[gradients.is_on[Placement.STREAMED]]
+        self._slot_bytes = int(sizes.max(initial=0))
+        self._most = max_staging_buffers(len(sizes), self._slot_bytes, choice.staging_bytes)
+
+    # ---------------------------------------------------------------- along the step
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Return the last microbatch, forward and backward."""
+        layers, gradients = self.layers, self._gradients
+        held = np.full(layers.count, float(gradients.before_bytes))
+        if not gradients.accumulate:
+            waiting = gradients.used_in_forward
+            held += waiting.sum() - waiting[:-1].cumsum()
+        forward, backward = layers.forward, layers.backward
+        return layers.step.holding(
+            held[forward.layer] + gradients.temporary[forward.summed],
+            gradients.held[backward.made] + gradients.temporary[backward.summed],
+            gradients.held[-1:],
+        )
+
+    @cached_property
+    def _between(self) -> Timeline | None:
+        """Return a backward before the last, in which gathered layers stay so and no staging buffer is acquired; None
+        where the last is the fullest.
+        """
+        between, gradients = self.layers.between, self._gradients
+        temporary = gradients.temporary[self.layers.backward.summed]
+        return between and between.holding(gradients.before_bytes + temporary)
+
     # ---------------------------------------------------------------- GPU staging buffers
 
     def slots(self) -> SlotCount:
@@ -416,31 +465,32 @@ class StepModel:
             return SlotCount(0, 0, (), ())
         if self._serial:  # acquired when backward is over
             return replace(self.first_slots, stage_at=(-1,) * self.first_slots.count)
+        late = self._facts.late
         settled = decide_staging_of(
             *self._facts.triggers,
             self._peaks(),
             slot_size_bytes=self._slot_bytes,
             most=self._most,
-            acquire_at=self._late,
-            early=not self._away.any() and not self._fetched,
-        ) or StagingDecision(self._most, (self._late,) * self._most, (None,) * self._most)
+            acquire_at=late,
+            early=not self.layers.loads,
+        ) or StagingDecision(self._most, (late,) * self._most, (None,) * self._most)
         return SlotCount(settled.count, self._most, settled.acquire_at, settled.release_at)
 
     @property
     def first_slots(self) -> SlotCount:
         """Return the staging buffers before that profile of the third step."""
         count = min(MIN_STAGING_BUFFERS, self._most)
-        return SlotCount(count, self._most, (self._late,) * count, (None,) * count)
+        return SlotCount(count, self._most, (self._facts.late,) * count, (None,) * count)
 
     @cached_property
     def _ready_at(self) -> Ints:
         """Return the first moment after each trigger of a ready gradient, in the order of `Facts.ready`."""
-        return self._backward.starts[self._facts.ready_at] + len(self._forward.layer)
+        return self.layers.backward.starts[self._facts.ready_at] + len(self.layers.forward.layer)
 
     def _peaks(self) -> Ints:
         """Return the peak from each trigger to the next: those of layers in forward, then those of ready gradients."""
         # Bytes at a trigger count for its interval, even if no moment falls into it.
-        at = np.concatenate((self._forward.starts, self._ready_at))
+        at = np.concatenate((self.layers.forward.starts, self._ready_at))
         return np.rint(np.maximum.reduceat(self.timeline.totals, at)).astype(np.int64)
 
     def peak(self, slots: SlotCount) -> Mapping[Owner, float]:
@@ -450,7 +500,7 @@ class StepModel:
         lowest = np.minimum.accumulate(self._facts.ready)
         at = np.searchsorted(-lowest, -np.array(slots.stage_at, np.int64))
         staged = np.append(self._ready_at, len(totals) - 1)[at].tolist()
-        starts = reversed(list(zip(self._workload.layers, self._forward.starts.tolist(), strict=True)))
+        starts = reversed(list(zip(self._workload.layers, self.layers.forward.starts.tolist(), strict=True)))
         uses = {layer.name: start for layer, start in starts} if slots.unstage_at else {}
         behind = max(uses.values(), default=0)
         back = [behind if layer is None else uses[layer] for layer in slots.unstage_at]

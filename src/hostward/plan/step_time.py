@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 
 from hostward.core.placement import Placement
-from hostward.plan.cost_model import LAYERS_IN_FLIGHT, Costs, Speeds, Unit
+from hostward.plan.cost_model import LAYERS_IN_FLIGHT, Costs, Speeds
 from hostward.plan.decisions import LEAVES, Choice, Keep
-from hostward.plan.lane_simulator import NOTHING, Program, Queue, Timeline, busy_s, run
+from hostward.plan.lane_simulator import Program, Queue, Timeline, run
 from hostward.plan.memory_model import Needs, required
 from hostward.plan.workload import Workload
 from hostward.schedule.activations import FIRST_GROUP_BYTES
@@ -24,61 +23,67 @@ from hostward.schedule.optimizer import LANDING_BUFFERS
 from hostward.schedule.staging import MIN_STAGING_BUFFERS
 from hostward.schedule.weights import weight_prefetch_depth
 
+_COMPUTE, _D2H, _H2D, _HOST = map(int, Queue)
+
 
 class StepTimeline:
     """Append the parts of a step to a program, with the work that each waits for across parts.
 
+    A step begins with its last backward. What that waits for of the step before, whose numbers are not known yet, is
+    filled in by `close`.
+
     Args:
         needs: of the choice: GPU staging buffers of streamed buckets, and when they are acquired.
-        units: as `costs` makes them of the choice.
     """
 
-    def __init__(self, costs: Costs, choice: Choice, needs: Needs, units: Sequence[Unit]) -> None:
+    def __init__(self, costs: Costs, choice: Choice, needs: Needs) -> None:
         self.costs, self.choice = costs, choice
         self.program = Program()
-        self.units = units
         self.keep = costs.keep_of(choice)
-        by_layer: dict[str, list[int]] = {}
-        for number, unit in enumerate(self.units):
-            by_layer.setdefault(unit.layer, []).append(number)
-        self._of = [by_layer.get(cost.layer.name, []) for cost in costs.layers]
-        """Units of each layer."""
-        self._place = {i: place for place, i in enumerate(costs.repeated)}
-        """Of each repeated layer, among these."""
-        self.streamed = [i for i, u in enumerate(self.units) if u.placement is Placement.STREAMED]
-        leaving = [i for i in costs.repeated if self.keep[i] in LEAVES]
-        self.leaving = leaving
-        self.window = max(1, len(costs.repeated) - len(leaving))
+        self.units = costs.units_by_layer(choice)
+        self.moved = costs.moved(choice)
+        self.leaving = [i for i in costs.repeated if self.keep[i] in LEAVES]
+        self.window = max(1, len(costs.repeated) - len(self.leaving))
         self._ahead = weight_prefetch_depth(gathered=costs.workload.ranks > 1)
-        self.fetched = {i for i, c in enumerate(costs.layers) if c.layer.name in choice.offloaded_weights}
-        self.slots = costs.moved(choice).staged(needs.slots)
-        self._staged_layers = [self._layer_of(bucket) for bucket in needs.stage_at]
-        # Newest work of each kind, by unit or layer.
-        self.compute = NOTHING
-        self._computes: list[int] = []
-        self.offloads: dict[int, int] = {}
-        self.hosts: dict[int, int] = {}
-        self.arrivals: dict[int, int] = {}
-        self.reads: dict[int, int] = {}
-        self._began_s = self._reading_s = 0.0
-        """Seconds taken by the last backward, and those of it until the staged state has been read."""
+        names = choice.offloaded_weights
+        self.fetched = {i for i, c in enumerate(costs.layers) if c.layer.name in names} if names else set[int]()
+        self.slots = self.moved.staged(needs.slots)
+        self._staged_layers = [costs.layer_of_bucket(bucket) for bucket in needs.stage_at] if self.slots else []
+        # Work of each kind, the newest last.
+        self.computes: list[int] = []
+        self.offloads: dict[int, list[int]] = {i: [] for i in self.leaving}
+        self.hosts: dict[str, list[int]] = {}
+        """CPU optimizer steps by layer."""
+        self.arrivals: dict[str, list[int]] = {}
+        """Copies of weights and of state to the device, by layer."""
+        self.reads: list[int] = []
         self.writes: list[int] = []
         self.downloaded: list[int] = []
         self.added: list[int] = []
+        self._reading_s = 0.0
+        """Seconds of the last backward until the staged state has been read."""
+        self._of_before: list[tuple[list[int], list[int], int]] = []
+        """Waits for work of the step before, the list that has it, and its place from the end of that."""
 
-    def _layer_of(self, bucket: int) -> int:
-        """Return the layer of a bucket; the first layer where none has that name, as a caller may name layers
-        otherwise.
-        """
-        names = [cost.layer.name for cost in self.costs.layers]
-        layers = [b.layer for b in self.costs.workload.inventory.buckets[bucket : bucket + 1]]
-        return names.index(layers[0]) if layers and layers[0] in names else 0
+    def close(self) -> Program:
+        """Return the program, to be run in rounds."""
+        count = len(self.program.seconds)
+        for waits, made, place in self._of_before:
+            if -place <= len(made):
+                waits.append(made[place] - count)
+        return self.program
 
-    def run(self, name: str, seconds: float, waits: Sequence[int] = ()) -> int:
-        """Append work of the GPU, which is the newest from then on, and return its number."""
-        self.compute = self.program.add(name, Queue.COMPUTE, seconds, waits)
-        self._computes.append(self.compute)
-        return self.compute
+    def _newest(self, waits: list[int], made: list[int], place: int = -1) -> list[int]:
+        """Return the waits, with the work at this place from the end of what has been made."""
+        if -place <= len(made):
+            waits.append(made[place])
+        else:
+            self._of_before.append((waits, made, place + len(made)))
+        return waits
+
+    def run(self, name: str, seconds: float, waits: Sequence[int] = ()) -> None:
+        """Append work of the GPU."""
+        self.computes.append(self.program.add(name, Queue.COMPUTE, seconds, waits))
 
     # ------------------------------------------------------------------ parts
 
@@ -88,36 +93,35 @@ class StepTimeline:
         Args:
             first: whether it follows a step, so that its layers wait for their weights.
         """
-        anew = self.costs.workload.fetched_anew
-        for i, cost in enumerate(self.costs.layers):
-            waits: list[int] = []
-            if first:
-                waits += [self.arrivals[u] for u in self._of[i] if u in self.arrivals]
-                # Staging buffers are released before the last layer, after the last write.
-                waits += self.writes[-1:] if i == len(self.costs.layers) - 1 else []
+        costs, add, computes = self.costs, self.program.add, self.computes
+        anew, last, place = costs.workload.fetched_anew, len(costs.layers) - 1, 0
+        for i, cost in enumerate(costs.layers):
+            waits = list(self.arrivals.get(cost.layer.name, ())) if first else []
+            if first and i == last:  # staging buffers are released before the last layer, after the last write
+                waits += self.writes[-1:]
             if i in self.fetched and (first or anew):
-                waits.append(self._fetch(i))
-            if cost.layer.repeated and self._place[i] >= self.window:
-                waits.append(self.offloads.get(self.costs.repeated[self._place[i] - self.window], NOTHING))
-            before_it = self.compute
-            self.run(f"forward/{cost.layer.name}", cost.forward_s, waits)
-            if i in self.leaving:
-                size = cost.held_bytes(self.keep[i])
+                waits.append(self._fetch(i, first=first))
+            if cost.layer.repeated:
+                if place >= self.window:
+                    waits += self.offloads.get(costs.repeated[place - self.window], ())[-1:]
+                place += 1
+            before = computes[-1:]
+            computes.append(add("forward", _COMPUTE, cost.forward_s, waits))
+            if i in self.offloads:
+                keep = self.keep[i]
                 # An input exists when the layer begins, and is offloaded then if it fills a group of its own.
-                at_once = self.keep[i] is Keep.RECOMPUTE_OFFLOAD and size >= FIRST_GROUP_BYTES
-                self.offloads[i] = self.program.add(
-                    "offload",
-                    Queue.D2H,
-                    self.costs.kept(i, self.keep[i]).offload_s,
-                    [before_it, *waits] if at_once else [self.compute],
-                )
+                at_once = keep is Keep.RECOMPUTE_OFFLOAD and cost.held_bytes(keep) >= FIRST_GROUP_BYTES
+                after = [*before, *waits] if at_once else computes[-1:]
+                self.offloads[i].append(add("offload", _D2H, costs.kept(i, keep).offload_s, after))
 
-    def _fetch(self, i: int) -> int:
+    def _fetch(self, i: int, *, first: bool = False) -> int:
         """Prefetch the offloaded weights of a layer while its predecessor runs; parts of them one layer earlier."""
+        cost = self.costs.layers[i]
         # Issued in that layer's pre-forward hook: its start cannot be a wait, the end of the layer before can.
-        entered = self._computes[-1 - self._ahead] if len(self._computes) > self._ahead else NOTHING
-        steps = [self.hosts[u] for u in self._of[i] if u in self.hosts]
-        return self.program.add("fetch", Queue.H2D, self.costs.layers[i].fetch_s, [entered, *steps])
+        waits = self._newest([], self.computes, -1 - self._ahead)
+        if first:
+            waits += self.hosts.get(cost.layer.name, ())
+        return self.program.add("fetch", _H2D, cost.fetch_s, waits)
 
     def backward(self, *, last: bool) -> None:
         """Append a backward.
@@ -126,100 +130,95 @@ class StepTimeline:
             last: whether it is the step's last microbatch, during which gradients are offloaded and state is
                 prefetched.
         """
-        costs, moved = self.costs, self.costs.moved(self.choice)
+        costs, add, computes, on_host = self.costs, self.program.add, self.computes, self.choice.gradients_on_host
         reloads: dict[int, int] = {}
-        released = self.leaving[: max(0, len(costs.repeated) - self.window)]
-        waiting = list(released)
+        waiting = self.leaving[: max(0, len(costs.repeated) - self.window)]
+        place = len(costs.repeated)
         downloads: list[int] = []
-        left_before = [NOTHING] * LAYERS_IN_FLIGHT
-        leaves = last or self.choice.gradients_on_host
-        left_s = sum(self._backward_s)
+        left_before: list[Sequence[int]] = [()] * LAYERS_IN_FLIGHT
+        leaves = last or on_host
+        began_s = left_s = sum(self._backward_s)
         for i in reversed(range(len(costs.layers))):
             cost = costs.layers[i]
-            while waiting and cost.layer.repeated and self._place[waiting[-1]] >= self._place[i] - self.window:
-                u = waiting.pop()
-                seconds = costs.kept(u, self.keep[u]).reload_s
-                reloads[u] = self.program.add(
-                    "reload", Queue.H2D, seconds, [self.compute, self.offloads.get(u, NOTHING)]
-                )
-            if last:
-                self._stage(i, left_s)
+            if cost.layer.repeated:
+                place -= 1
+                while waiting and costs.place_of[waiting[-1]] >= place - self.window:
+                    u = waiting.pop()
+                    waits = self._newest(self._newest([], computes), self.offloads[u])
+                    reloads[u] = add("reload", _H2D, costs.kept(u, self.keep[u]).reload_s, waits)
+            if last and len(self.reads) < self.slots:
+                self._stage(i, began_s, began_s - left_s)
             left_s -= self._backward_s[i]
-            fetch = self._fetch(i) if i in self.fetched and costs.workload.fetched_anew else NOTHING
-            waits = [reloads.get(i, NOTHING), fetch, left_before[-LAYERS_IN_FLIGHT]]
-            self.run(f"backward/{cost.layer.name}", self._backward_s[i], waits)
-            for u in reversed(self._of[i] if leaves else []):
-                if u not in moved.gradients_of:
+            waits = list(left_before[-LAYERS_IN_FLIGHT])
+            if i in reloads:
+                waits.append(reloads[i])
+            if i in self.fetched and costs.workload.fetched_anew:
+                waits.append(self._fetch(i))
+            computes.append(add("backward", _COMPUTE, self._backward_s[i], waits))
+            for unit in reversed(self.units.get(cost.layer.name, ())) if leaves else ():
+                if unit.placement is not Placement.HOST:
                     continue
-                copy_s, added_s = moved.gradients_of[u]
-                landing_free = self.added[-LANDING_BUFFERS : 1 - LANDING_BUFFERS]
-                downloads.append(self.program.add("gradient", Queue.D2H, copy_s, [self.compute, *landing_free]))
-                if self.choice.gradients_on_host:
-                    self.added.append(self.program.add("add", Queue.HOST, added_s, [downloads[-1]]))
-            left_before.append(downloads[-1] if downloads else NOTHING)
+                copy_s, added_s = unit.summed_gradient_s if on_host else (unit.gradient_s, 0.0)
+                waits = computes[-1:]
+                if on_host:
+                    self._newest(waits, self.added, -LANDING_BUFFERS)
+                downloads.append(add("gradient", _D2H, copy_s, waits))
+                if on_host:
+                    self.added.append(add("add", _HOST, added_s, downloads[-1:]))
+            left_before.append(downloads[-1:])
         self.downloaded = downloads[-1:]
 
     @cached_property
     def _backward_s(self) -> Sequence[float]:
         """Return the compute seconds of each layer's backward."""
-        costs, found = self.costs, []
-        for i, cost in enumerate(costs.layers):
-            numel = sum([self.units[u].numel for u in self._of[i]])
-            again_s = costs.kept(i, self.keep.get(i, Keep.KEEP)).again_s
-            found.append(cost.backward_s + again_s + numel * costs.accumulation_s)
-        return found
+        costs, keep = self.costs, self.keep
+        return [
+            cost.backward_s + costs.kept(i, keep.get(i, Keep.KEEP)).again_s + accumulated_s
+            for i, (cost, accumulated_s) in enumerate(zip(costs.layers, costs.accumulated_s, strict=True))
+        ]
 
-    def _read(self, u: int, waits: Sequence[int]) -> None:
-        speeds = self.costs.speeds
-        seconds = speeds.copy_s(self.units[u].state_bytes, speeds.h2d_bytes_per_s)
-        self.reads[u] = self.program.add("read", Queue.H2D, seconds, waits)
+    def _read(self, waits: Sequence[int]) -> float:
+        """Append the read of the next streamed unit, and return its seconds."""
+        seconds = self.moved.streamed[len(self.reads)].read_s
+        self.reads.append(self.program.add("read", _H2D, seconds, waits))
+        return seconds
 
-    def _stage(self, layer: int, left_s: float) -> None:
+    def _stage(self, layer: int, whole_s: float, passed_s: float) -> None:
         """Prefetch state before a layer's backward, as far as buffers and the rest of backward allow.
 
         Args:
-            left_s: seconds from the layer's backward to the end of backward.
+            whole_s, passed_s: seconds of the whole backward, and until that of the layer.
         """
-        if layer == len(self.costs.layers) - 1:
-            self.reads, self._reading_s, self._began_s = {}, 0.0, left_s
-        passed_s = self._began_s - left_s
         count = len(self._staged_layers)
         while (at := len(self.reads)) < self.slots:
             room = self._staged_layers[at * count // self.slots] >= layer
-            if not room or (at >= MIN_STAGING_BUFFERS and self._reading_s >= self._began_s):
+            if not room or (at >= MIN_STAGING_BUFFERS and self._reading_s >= whole_s):
                 break
             self._reading_s = max(self._reading_s, passed_s)
-            self._read(self.streamed[at], [self.compute, *self.writes[-1:]])
-            self._reading_s += self.program.seconds[self.reads[self.streamed[at]]]
+            self._reading_s += self._read(self._newest(self._newest([], self.computes), self.writes))
 
     def step(self) -> None:
         """Append the norm, the optimizer steps and the uploads, in order of use in forward."""
-        costs, speeds, program = self.costs, self.costs.speeds, self.program
-        on_device = sum(u.device_s for u in self.units if u.placement is Placement.DEVICE)
-        norm_s = sum(u.gradient_bytes for u in self.units) / speeds.traffic_bytes_per_s
-        norm = self.run("step", on_device + norm_s, [self.compute])
-        self.hosts, self.arrivals, self.writes = {}, {}, []
-        following = iter(enumerate(self.streamed[len(self.reads) :], len(self.reads)))
+        moved, add = self.moved, self.program.add
+        self.run("step", moved.device_s)
+        norm = self.computes[-1]
+        begins = [norm, *self.downloaded]
         steps: list[int] = []
-        fetched = {costs.layers[i].layer.name for i in self.fetched}
-        for number, unit in enumerate(self.units):
+        streamed = 0
+        for unit in moved.offloaded:
+            arrivals = self.arrivals.setdefault(unit.layer, [])
             if unit.placement is Placement.HOST:
-                self.hosts[number] = program.add("host", Queue.HOST, unit.host_s, [norm, *self.downloaded])
-                steps.append(self.hosts[number])
-                if unit.layer not in fetched:
-                    seconds = speeds.copy_s(unit.weight_bytes, speeds.h2d_bytes_per_s)
-                    self.arrivals[number] = program.add("upload", Queue.H2D, seconds, [steps[-1]])
-            elif unit.placement is Placement.STREAMED:
-                self._stream(number, unit, norm, steps[-2:-1])
-                at, after = next(following, (0, None))
-                if after is not None:
-                    self._read(after, self.writes[-1:] if at >= self.slots else [])
-
-    def _stream(self, number: int, unit: Unit, norm: int, pace: Sequence[int]) -> None:
-        speeds = self.costs.speeds
-        self.arrivals[number] = self.reads[number]
-        seconds = speeds.copy_s(unit.state_bytes, speeds.d2h_bytes_per_s)
-        self.writes.append(self.program.add("write", Queue.D2H, seconds, [norm, self.reads[number], *pace]))
+                steps.append(add("host", _HOST, unit.host_s, begins))
+                self.hosts.setdefault(unit.layer, []).append(steps[-1])
+                if unit.layer not in self.choice.offloaded_weights:
+                    arrivals.append(add("upload", _H2D, unit.upload_s, steps[-1:]))
+            else:
+                read = self.reads[streamed]
+                arrivals.append(read)
+                self.writes.append(add("write", _D2H, unit.write_s, [norm, read, *steps[-2:-1]]))
+                streamed += 1
+                if (at := len(self.reads)) < len(moved.streamed):
+                    self._read(self.writes[-1:] if at >= self.slots else ())
 
 
 _SHORTEST_S = 1e-4
@@ -287,23 +286,19 @@ def predict_of(costs: Costs, choice: Choice, needs: Needs) -> Prediction:
         needs: memory needs of the choice.
     """
     microbatches = costs.workload.microbatches
-    units = costs.units(choice)
     pair_s, pair_busy_s = _between_s(costs, choice, needs) if microbatches > 2 else (0.0, {})
-    step = StepTimeline(costs, choice, needs, units)
-    marks = []
-    for _ in range(2):
-        first = len(step.program.names)
-        step.backward(last=True)
-        step.step()
-        step.forward(first=True)
-        if microbatches > 1:
-            step.backward(last=False)
-            step.forward(first=False)
-        if microbatches > 2:
-            step.run("middle", (microbatches - 2) * pair_s)
-        marks.append((first, len(step.program.names)))
-    timeline = run(step.program, costs.speeds.slowdown)
-    return _prediction(costs, step.program, timeline, marks, pair_s, pair_busy_s)
+    step = StepTimeline(costs, choice, needs)
+    step.backward(last=True)
+    step.step()
+    step.forward(first=True)
+    if microbatches > 1:
+        step.backward(last=False)
+        step.forward(first=False)
+    if microbatches > 2:
+        step.run("middle", (microbatches - 2) * pair_s)
+    program = step.close()
+    timeline = run(program, costs.speeds.slowdown, rounds=2)
+    return _prediction(costs, program, timeline, pair_s, pair_busy_s)
 
 
 def least_s(costs: Costs, choice: Choice, needs: Needs) -> float:
@@ -314,29 +309,24 @@ def least_s(costs: Costs, choice: Choice, needs: Needs) -> float:
     microbatch in between.
     """
     workload, layers, lanes = costs.workload, costs.layers, costs.lanes_s
-    kept = [costs.kept(i, keep) for i, keep in costs.keep_of(choice).items()]
-    reloads_s = sum(cost.reload_s for cost in kept)
-    # Forward waits for the copies of as many first layers as offload anything.
-    leaving = sum(cost.offload_s > 0 for cost in kept)
-    offloads_s = sum(cost.offload_s for cost in kept[:leaving])
+    again_s, offloads_s, reloads_s = costs.activations_s(choice.activations)
     names = choice.offloaded_weights
     fetches = [cost.fetch_s for cost in layers if cost.layer.name in names] if names else []
     # The first ones may begin before the pass does.
     ahead = weight_prefetch_depth(gathered=workload.ranks > 1)
     fetch_s = max(0.0, sum(fetches) - ahead * max(fetches, default=0.0))
     fetch_again_s = fetch_s if workload.fetched_anew else 0.0
-    moved = costs.moved(choice)
-    forward_s = sum(cost.forward_s for cost in layers)
-    backward_s = _computed_s(costs, choice) - forward_s
-    backward_s = max(backward_s, reloads_s + fetch_again_s)
+    moved, forward_s = costs.moved(choice), costs.forward_s
+    backward_s = max(costs.backward_s + again_s, reloads_s + fetch_again_s)
     normed_s = backward_s + moved.device_s
     host_begins_s = max(normed_s, lanes(moved.gradients_s, 0.0, moved.added_s))
-    read_s = sum(moved.reads_s)
-    staged_s = sum(moved.reads_s[: moved.staged(needs.slots)])
+    staged_s = sum([unit.read_s for unit in moved.streamed[: moved.staged(needs.slots)]])
     prefetched_s = min(staged_s, max(0.0, host_begins_s - reloads_s - fetch_again_s))
-    uploads_s = moved.uploads_s - sum(moved.uploads_by_layer.get(name, 0.0) for name in names)
-    to_device_s = uploads_s + fetch_s + read_s - prefetched_s
-    behind_s = lanes(moved.writes_s + offloads_s, to_device_s, moved.host_s) + layers[-1].forward_s
+    uploads_s = moved.uploads_s - sum([moved.uploads_by_layer.get(name, 0.0) for name in names])
+    to_device_s = uploads_s + moved.reads_s - prefetched_s
+    behind_s = lanes(moved.writes_s + offloads_s, to_device_s + fetch_s, moved.host_s) + layers[-1].forward_s
+    if names and to_device_s > 0.0:
+        behind_s = max(behind_s, _fetched_after_s(costs, choice, needs, uploads_s, to_device_s))
     total_s = max(normed_s + forward_s, host_begins_s + behind_s)
     if workload.microbatches > 1:
         summed = choice.gradients_on_host
@@ -346,53 +336,61 @@ def least_s(costs: Costs, choice: Choice, needs: Needs) -> float:
     return total_s * _ROUNDING
 
 
-def _computed_s(costs: Costs, choice: Choice) -> float:
-    """Return the compute seconds of one microbatch, with the accumulation of its gradients."""
-    again = sum(costs.kept(i, keep).again_s for i, keep in costs.keep_of(choice).items())
-    computed = sum(c.forward_s + c.backward_s for c in costs.layers)
-    return computed + again + sum(costs.numels) * costs.accumulation_s
+def _fetched_after_s(costs: Costs, choice: Choice, needs: Needs, uploads_s: float, to_device_s: float) -> float:
+    """Return a lower bound on the seconds from the norm to the end of forward, where weights are offloaded.
+
+    They are prefetched after all uploads and reads, which come first on their lane, and forward goes on from there. The
+    last upload waits for the CPU optimizer steps before it, and the last read for all writes but as many as there are
+    staging buffers.
+
+    Args:
+        uploads_s, to_device_s: seconds of uploads, and of them and the reads that are not done before the norm.
+    """
+    moved, names = costs.moved(choice), choice.offloaded_weights
+    host_s = moved.host_s if uploads_s else 0.0
+    for unit in reversed(moved.offloaded if uploads_s else ()):
+        if unit.placement is Placement.HOST:
+            if unit.layer not in names:
+                break
+            host_s -= unit.host_s
+    written_s = moved.writes_s - sum([unit.write_s for unit in moved.streamed[-moved.staged(needs.slots) :]])
+    places = [i for i, cost in enumerate(costs.layers) if cost.layer.name in names]
+    fetch_s, after_s = 0.0, 0.0
+    for i in places:
+        fetch_s += costs.layers[i].fetch_s
+        after_s = max(after_s, fetch_s + costs.forward_from_s[i])
+    return costs.lanes_s(max(0.0, written_s), to_device_s, max(0.0, host_s)) + after_s
 
 
 def _between_s(costs: Costs, choice: Choice, needs: Needs) -> tuple[float, Mapping[Queue, float]]:
     """Return `_middle_s`, cached by what it depends on: placements matter where gradients are offloaded."""
     key = choice.activations, choice.offloaded_weights, choice.placements if choice.gradients_on_host else ()
     if key not in costs.between_s:
-        costs.between_s[key] = _middle_s(costs, StepTimeline(costs, choice, needs, costs.units(choice)))
+        costs.between_s[key] = _middle_s(costs, StepTimeline(costs, choice, needs))
     return costs.between_s[key]
 
 
 def _middle_s(costs: Costs, step: StepTimeline) -> tuple[float, Mapping[Queue, float]]:
     """Return the seconds of one microbatch among many, not next to a step, and its work per lane, each alone."""
     if not (step.leaving or step.fetched or step.choice.gradients_on_host):
-        computed = _computed_s(costs, step.choice)
+        computed = costs.forward_s + costs.backward_s + costs.activations_s(step.choice.activations)[0]
         return computed, {Queue.COMPUTE: computed}
-    ends, first = [], 0
-    for _ in range(2):
-        first = len(step.program.names)
-        step.backward(last=False)
-        step.forward(first=False)
-        ends.append(step.compute)
-    timeline = run(step.program, costs.speeds.slowdown)
-    before, after = (timeline.ends_s[e] for e in ends)
-    return after - before, busy_s(step.program, first, len(step.program.names))
+    step.backward(last=False)
+    step.forward(first=False)
+    program = step.close()
+    ends_s, last = run(program, costs.speeds.slowdown, rounds=2).ends_s, step.computes[-1]
+    return ends_s[len(program.seconds) + last] - ends_s[last], program.busy_s()
 
 
 def _prediction(
-    costs: Costs,
-    program: Program,
-    timeline: Timeline,
-    marks: list[tuple[int, int]],
-    pair_s: float,
-    pair_busy_s: Mapping[Queue, float],
+    costs: Costs, program: Program, timeline: Timeline, pair_s: float, pair_busy_s: Mapping[Queue, float]
 ) -> Prediction:
-    (_, middle), (_, stop) = marks
-    compute = program.lanes[Queue.COMPUTE]
-    ends = [max(i for i in compute if i < mark) for mark in (middle, stop)]
-    step_s = timeline.ends_s[ends[1]] - timeline.ends_s[ends[0]]
-    busy = busy_s(program, middle, stop)
+    compute, count = program.lanes[Queue.COMPUTE], len(program.seconds)
+    step_s = timeline.ends_s[count + compute[-1]] - timeline.ends_s[compute[-1]]
+    busy = program.busy_s()
     microbatches = costs.workload.microbatches
     more = microbatches - 2
-    waited = _waited(program, timeline, [i for i in compute if i >= ends[0]])
+    waited = _waited(program, timeline)
     if more > 0:
         for queue, seconds in pair_busy_s.items():
             busy[queue] += more * seconds
@@ -402,21 +400,24 @@ def _prediction(
         if stalled > _SHORTEST_S:
             waited["microbatches in between"] = stalled
     forward = sum(c.forward_s for c in costs.layers)
-    names = [i for i in compute if i >= middle and program.names[i].startswith("backward")]
-    backward = sum(program.seconds[i] for i in names) / max(1, min(2, microbatches))
-    return Prediction(step_s, busy[Queue.COMPUTE], forward, backward, busy, waited)
+    backward = sum([program.seconds[i] for i in compute if program.names[i] == "backward"])
+    return Prediction(step_s, busy[Queue.COMPUTE], forward, backward / max(1, min(2, microbatches)), busy, waited)
 
 
-def _waited(program: Program, timeline: Timeline, compute: list[int]) -> dict[str, float]:
-    """Return the seconds for which compute was idle, by the kind of work that ended last before it went on."""
+def _waited(program: Program, timeline: Timeline) -> dict[str, float]:
+    """Return the seconds for which compute was idle in the second round, by the kind of work that ended last before it
+    went on.
+    """
     found: dict[str, float] = {}
-    for before, after in pairwise(compute):
-        gap = timeline.starts_s[after] - timeline.ends_s[before]
-        if gap <= _SHORTEST_S:
-            continue
-        kind = program.names[max(set(program.waits[after]) - {NOTHING}, key=lambda w: timeline.ends_s[w])]
-        name = _NAMES.get(kind, kind)
-        found[name] = found.get(name, 0.0) + gap
+    compute, count = program.lanes[Queue.COMPUTE], len(program.seconds)
+    before = timeline.ends_s[compute[-1]]
+    for number in compute:
+        gap = timeline.starts_s[count + number] - before
+        before = timeline.ends_s[count + number]
+        if gap > _SHORTEST_S:
+            kind = program.names[max(program.waits[number], key=lambda w: timeline.ends_s[count + w])]
+            name = _NAMES.get(kind, kind)
+            found[name] = found.get(name, 0.0) + gap
     return found
 
 

@@ -148,7 +148,7 @@ def decide_staging_of(
     room = np.searchsorted(-later[first], sizes - same) if early else np.full(count, len(first))
     acquire = np.append(buckets[first], acquire_at)[room]
     # Buffers are released before the first layer before whose forward there is no room for so many.
-    named = [i for i, layer in enumerate(layers) if layer is not None]
+    named = [i for i in np.flatnonzero(buckets < 0).tolist() if layers[i] is not None]
     fitting = np.searchsorted(np.maximum.accumulate(peaks[named]), limit - sizes[::-1], "right")
     names = [*(layers[i] for i in named), None]
     return StagingDecision(count, tuple(acquire.tolist()), tuple([names[at] for at in fitting.tolist()]))

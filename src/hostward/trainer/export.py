@@ -20,6 +20,7 @@ from hostward.checkpoint.manifest import MANIFEST
 from hostward.checkpoint.state_dict import MODEL, OPTIMIZER, is_master, is_moment
 from hostward.checkpoint.torch_adamw import to_torch_adamw
 from hostward.config.schema import from_dict
+from hostward.core.inventory import Dtype, StateFormat
 from hostward.core.units import GIB
 from hostward.errors import CheckpointError, ConfigError
 from hostward.optim.bucket_state import fp8_stored, fp8_values
@@ -148,8 +149,8 @@ def convert(path: Path, out: Path, form: str) -> list[Path]:
         form: "safetensors": the weights, as transformers loads them with `from_pretrained(out)`. "torch": `model.pt`
             and `optimizer.pt` for torch.optim.AdamW; 16-bit weights as their main weights, in fp32. "bf16-moments": a
             checkpoint whose moments are rounded to bf16, to nearest even, for a run that stores them so. "fp8-moments":
-            the same with FP8, which a checkpoint holds in bf16. "bf16-main-params": one of bf16 weights without their
-            fp32 main weights.
+            the same with FP8 for matrices, which a checkpoint holds in bf16. "bf16-main-params": one of bf16 weights
+            without their fp32 main weights.
 
     Raises:
         CheckpointError: a checkpoint that is missing or damaged, or was not saved by `hostward train`; `out` exists; an
@@ -258,17 +259,16 @@ def _rounded(path: Path, out: Path, plain: dict[str, Any], form: str) -> None:
         )
     tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in api.tensor_index(path).items()}
     api.load_some(path, tensors)
-    if "main_params_dtype" in options:
-        tensors = {name: tensor for name, tensor in tensors.items() if not is_master(name)}
-    elif form == "fp8-moments":
-        tensors = {n: _in_fp8(t, n.rsplit("/", 1)[-1]) if is_moment(n) else t for n, t in tensors.items()}
-    else:
-        tensors = {n: t.to(torch.bfloat16) if is_moment(n) else t for n, t in tensors.items()}
     config = from_dict(plain["config"])
     for name, value in options.items():
         setattr(config.optimizer, name, value)
+    stored = state_format(config)
+    if "main_params_dtype" in options:
+        tensors = {name: tensor for name, tensor in tensors.items() if not is_master(name)}
+    else:
+        tensors = {n: _short(t, n.rsplit("/", 1)[-1], stored) if is_moment(n) else t for n, t in tensors.items()}
     plain["config"]["optimizer"] |= options
-    plain["optimizer"] |= saved_dtypes(state_format(config))
+    plain["optimizer"] |= saved_dtypes(stored)
     try:
         api.save(out, plain["iteration"], tensors=tensors, plain=plain)
     except CheckpointError as error:
@@ -278,8 +278,10 @@ def _rounded(path: Path, out: Path, plain: dict[str, Any], form: str) -> None:
         raise behind or error from error  # of a write that fails: the caller names the folder that was asked for
 
 
-def _in_fp8(moment: torch.Tensor, role: str) -> torch.Tensor:
-    """Return a moment rounded to FP8, to nearest, in bfloat16."""
+def _short(moment: torch.Tensor, role: str, form: StateFormat) -> torch.Tensor:
+    """Return a moment rounded to bf16, or to FP8 where that is its format, to nearest, in bfloat16."""
+    if form.of(moment.dim()).moments[role] is not Dtype.FP8:
+        return moment.to(torch.bfloat16)
     stored = fp8_stored(moment.reshape(-1), role, nearest=True)
     if stored is None:
         raise ValueError("what is rounded is always stored")

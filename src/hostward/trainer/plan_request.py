@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple, TypeVar
 
-from hostward.config.rules.table import other_kind, serial
+from hostward.config.rules.table import DEPENDENT, other_kind, serial
 from hostward.config.schema import Config, get_option, nearest
 from hostward.core.inventory import Dtype, StateFormat
 from hostward.core.placement import Placement, place_fraction
@@ -27,6 +27,19 @@ _OTHER_DIVISIONS = (
     "model.pipeline_model_parallel_size",
     "model.expert_model_parallel_size",
 )
+
+
+_FORCING = (
+    "model.cpu_offloading",
+    "model.recompute_granularity",
+    "optimizer.optimizer_cpu_offload",
+    "optimizer.offload_optimizer_states",
+)
+
+
+def forces(option: str) -> bool:
+    """Return whether the option fixes a choice, as `asked_of` reads them, or depends on one that does."""
+    return any(option in (switch, *DEPENDENT[switch]) for switch in _FORCING)
 
 
 def asked_of(config: Config, workload: Workload, speeds: Speeds | None) -> Forced:

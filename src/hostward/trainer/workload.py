@@ -224,10 +224,11 @@ def _text(traced: Sequence[Workload]) -> str:
 
 def _read(path: Path, sequence_tokens: int) -> Workload | None:
     """Return the workload of this length from a file of the cache; None if it does not tell it."""
-    traced = [from_text(line) for line in path.read_text(encoding="utf-8").split("\n")]
-    if traced[0].sequence_tokens == sequence_tokens:
-        return traced[0]
-    return at_length(traced, sequence_tokens)
+    first, *others = path.read_text(encoding="utf-8").split("\n")
+    own = from_text(first)
+    if own.sequence_tokens == sequence_tokens:
+        return own
+    return at_length([own, *map(from_text, others)], sequence_tokens)
 
 
 def _key(question: Mapping[str, Any]) -> str:

@@ -165,12 +165,12 @@ def differing_role(
 ) -> str | None:
     """Return the first of exp_avg, exp_avg_sq, master and weight that differs from the numpy reference, or None.
 
-    Three clipped steps of one tensor of `dtype` on `device`, with all its buckets at `placement`, and its state in the
+    Three clipped steps of one matrix of `dtype` on `device`, with all its buckets at `placement`, and its state in the
     dtypes of `form`.
     """
     generator = torch.Generator().manual_seed(1)
     start = torch.randn(_ELEMENTS, generator=generator).to(dtype)
-    parameter = torch.nn.Parameter(start.to(device))
+    parameter = torch.nn.Parameter(start.to(device).view(1, -1))
     hyper = reference.Hyper(lr=1e-2, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8)
     optimizer = AdamW(
         [("w", parameter)],
@@ -195,7 +195,7 @@ def differing_role(
     )
     for step in range(1, _STEPS + 1):
         gradient = torch.randn(_ELEMENTS, generator=generator).to(dtype)
-        parameter.grad = gradient.to(device)
+        parameter.grad = gradient.to(device).view(1, -1)
         optimizer.step()
         flat = gradient.float().numpy()
         norm, _ = reference.norm_from_partials(*reference.norm_partials(flat))
@@ -209,13 +209,13 @@ def differing_role(
             if value.dtype == np.uint8:
                 value = reference.bf16_bits(reference.float_of_fp8(value, signed=role == "exp_avg")[:_ELEMENTS])
             bits = value.view(np.int16) if value.dtype == np.uint16 else value  # bf16
-            if not same_bits(state[role], torch.from_numpy(bits)):
+            if not same_bits(state[role].view(-1), torch.from_numpy(bits)):
                 return role
     weight = master
     if dtype is torch.bfloat16:
         weight = (master if master.dtype == np.uint16 else reference.bf16_bits(master)).view(np.int16)
     elif dtype is torch.float16:
         weight = reference.fp16_weight(master)
-    held = parameter.detach().cpu()
+    held = parameter.detach().cpu().view(-1)
     held = held.view(torch.int16) if dtype is torch.bfloat16 else held
     return None if same_bits(held, torch.from_numpy(np.ascontiguousarray(weight))) else "weight"

@@ -1,0 +1,78 @@
+"""Questions that people asked `hostward plan` about published models, and what was wrong with the first answers.
+
+Needs SciPy, as planning does. Seen red: no search around the limits, a resume with a second copy of the state, and host
+memory that was needed but not named.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from published_models import PUBLISHED
+from run_fixtures import Cli
+
+pytest.importorskip("scipy", reason="planning needs SciPy")
+
+Asked = Callable[..., str]
+COUNTED = ("load", "first step", "steady step", "save", "resume", "evaluation")
+"""Phases of a config.json that must fit."""
+
+
+@pytest.fixture
+def asked(cli: Cli, tmp_path: Path) -> Asked:
+    """Return the output of `hostward plan` of a published model, which must fit."""
+
+    def call(name: str, *words: str) -> str:
+        (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name].config))
+        found = cli("plan", "--config", tmp_path / "config.json", *words)
+        assert found.code == 0, found.out + found.err
+        return found.out
+
+    return call
+
+
+def host_gib(printed: str) -> dict[str, float]:
+    """Return the host memory of each phase."""
+    rows = (line.split("  ") for line in printed.splitlines())
+    cells = {row[0]: [cell for cell in row[1:] if cell] for row in rows}
+    return {phase: float(cells[phase][1].replace(",", "")) for phase in COUNTED}
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "flag"),
+    [
+        (
+            "gemma 3 27b, text",
+            "--hardware h100 --host-memory 500GiB --seq 4096 --batch 1 --micro-batch 1",
+            "--weights 25",
+        ),
+        ("llama 3.1 8b", "--hardware rtx-4090 --host-memory 128GiB --seq 2048", "--weights 16"),
+    ],
+)
+def test_a_number_of_layers_that_was_faster_than_the_plan_no_longer_is(
+    asked: Asked, name: str, words: str, flag: str
+) -> None:
+    printed = asked(name, *words.split(), "--why-not", flag)
+    this, other = printed.splitlines()[-2:]
+    step_s = [float(line.removeprefix(what).split()[0]) for line, what in ((this, "this plan"), (other, flag))]
+    assert "  yes; " in other
+    assert step_s[0] <= 1.02 * step_s[1]
+
+
+def test_a_run_that_fits_can_resume(asked: Asked) -> None:
+    limit = ("--device-memory", "80GiB", "--host-memory", "500GiB")
+    assert max(host_gib(asked("qwen3 32b", "--hardware", "h100", *limit)).values()) <= 500
+
+
+def test_without_a_limit_of_host_memory_the_verdict_says_what_it_takes(asked: Asked) -> None:
+    printed = asked("qwen3 32b", "--hardware", "h100")
+    (needed,) = re.findall(r"^It fits if the host has ([\d.]+) GiB, but", printed, re.MULTILINE)
+    assert float(needed) == max(host_gib(printed).values())
+
+
+def test_a_model_without_fused_attention_is_planned(asked: Asked) -> None:
+    assert asked("gpt-oss 20b", "--hardware", "h200").startswith("gpt_oss (eager attention): 20.91 B trained ")
