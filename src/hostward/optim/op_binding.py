@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -179,29 +180,27 @@ class Bindings:
 
         `chosen` is empty for operations on all buckets, and for the partial sums of a bucket without gradients.
         """
-        key = (op, tuple(sorted(chosen)), ())
-        found = self._works.get(key)
-        if found is None:
-            found = self._works[key] = self._bind(op, key[1])
-        return found
+        return self._once(op, chosen, (), self._bind)
 
     def addition(self, op: Op, chosen: Iterable[int], *, first: bool, last: bool) -> Work:
         """Return the work that adds landed gradients to totals.
 
         `first`: the totals begin with it. `last`: it also makes the partial sums.
         """
-        key = (op, tuple(sorted(chosen)), (first, last))
-        found = self._works.get(key)
-        if found is None:
-            found = self._works[key] = self._bind_addition(op, key[1], first, last)
-        return found
+        return self._once(op, chosen, (first, last), partial(self._bind_addition, first=first, last=last))
 
     def step(self, op: Op, chosen: Stepping) -> Work:
         """Return the work of an operation that steps a bucket with two sets of its state, or uploads its weights."""
-        key = (op, tuple(sorted(chosen.ranges)), (chosen.turn, chosen.guessed))
+        return self._once(op, chosen.ranges, (chosen.turn, chosen.guessed), partial(self._bind, second=chosen.guessed))
+
+    def _once(
+        self, op: Op, chosen: Iterable[int], kind: tuple[bool, ...], bind: Callable[[Op, tuple[int, ...]], Work]
+    ) -> Work:
+        """Return the work that `bind` made of this operation, these ranges and this kind before, or makes now."""
+        key = (op, tuple(sorted(chosen)), kind)
         found = self._works.get(key)
         if found is None:
-            found = self._works[key] = self._bind(op, key[1], second=chosen.guessed)
+            found = self._works[key] = bind(op, key[1])
         return found
 
     def forget(self, bucket: int | None = None) -> None:
@@ -237,7 +236,7 @@ class Bindings:
         name = op.name.removeprefix("arrive/")
         return backend.mark(f"offload/{'wait/' if name != op.name else ''}{name}", op.lane, **rest)
 
-    def _bind_addition(self, op: Op, chosen: tuple[int, ...], first: bool, last: bool) -> Work:
+    def _bind_addition(self, op: Op, chosen: tuple[int, ...], *, first: bool, last: bool) -> Work:
         b, memory = int(op.bucket or 0), self._memory
         state = self._states[b]
         totals, landed = [state.gradients[i] for i in chosen], [self._totals.inbox(b, i) for i in chosen]
@@ -365,7 +364,7 @@ class Bindings:
             self._backend.synchronise()
             self._step_bound = max((int(s.counts.data.max().item()) for s in self._states), default=0)
         # An upper bound of all step counts without reading them: they advance by at most one a step.
-        self._step_bound += not guess
+        self._step_bound += 0 if guess else 1
         for i, group in enumerate(groups):
             beta1, beta2 = group["betas"]
             hyper = Hyper(
