@@ -18,6 +18,7 @@ shows. Rows are separated by commas:
     ...+bf16-moments  moments in bf16; ...+all-bf16: and no main weights
     ...+fp8-moments   moments in FP8; ...+fp8-moments-bf16: and no main weights
     ...+unclipped     without clipping
+    ...+calm          clipping at a norm that no step reaches; of random tokens, every step reaches 1.0
     ...+early         all host steps are made in backward, as far as the step before did not clip; ...+earlyF: share F
     ...+staging4GiB   so many bytes of GPU staging buffers, instead of as many as hostward chooses
     host:1+weights    the weights of all layers but the last are on the host as well, and come when they are used

@@ -18,6 +18,8 @@ from hostward.core.host_limits import resident_bytes
 
 TORCH, TORCH_UNCLIPPED, NO_OPTIMIZER = "torch", "torch+unclipped", "forward-backward"
 MAX_NORM = 1.0
+MAX_NORMS = {None: MAX_NORM, "unclipped": None, "calm": 1e3}
+"""What the norm is clipped at, by the word in a row's name; the norm of these steps is below 100, and above 1."""
 # Of the peers' measuring programs, so that losses can be set side by side.
 ADAMW = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
 BATCHES, SEED = 4, 0
@@ -56,7 +58,7 @@ SHAPES = {
 @dataclass(frozen=True)
 class RowOptions:
     """How hostward is set up for a row: share of the state that leaves the device, share of that which is streamed,
-    whether the layers' weights and inputs leave as well, format of the state, whether the norm is clipped, share of the
+    whether the layers' weights and inputs leave as well, format of the state, what the norm is clipped at, share of the
     host's steps that are made in backward, bytes of GPU staging buffers and threads of the host step (None: hostward's
     own choice).
     """
@@ -67,7 +69,7 @@ class RowOptions:
     weights: bool
     inputs: bool
     state: Mapping[str, torch.dtype] | None
-    clipped: bool
+    max_norm: float | None
     early: float
     staging_bytes: int | None
     threads: int | None
@@ -82,7 +84,7 @@ STATES: dict[str, dict[str, torch.dtype]] = {
 """Formats of the state by name, as `AdamW(state_dtypes=...)` takes them."""
 _ROW = re.compile(
     r"(?P<serial>serial-)?(?:(?P<kind>host|streamed|auto|mix(?P<share>[\d.]+)):)?(?P<fraction>[\d.]+)"
-    rf"(?:\+(?P<state>{'|'.join(STATES)}))?(?P<weights>\+weights)?(?P<inputs>\+inputs)?(?P<unclipped>\+unclipped)?"
+    rf"(?:\+(?P<state>{'|'.join(STATES)}))?(?P<weights>\+weights)?(?P<inputs>\+inputs)?(?:\+(?P<norm>unclipped|calm))?"
     r"(?P<early>\+early(?P<early_share>[\d.]+)?)?(?:\+staging(?P<staging>[\d.]+)GiB)?(?:@(?P<threads>\d+))?"
 )
 
@@ -95,7 +97,7 @@ def row_options(text: str) -> RowOptions | None:
     if match is None or (match["kind"] is None and float(match["fraction"]) != 0):
         raise ValueError(
             f"{text!r} is no row: torch, forward-backward, 0, host:F, streamed:F, auto:F, mixS:F, serial-.., "
-            f"..+{', ..+'.join(STATES)}, ..+weights, ..+inputs, ..+unclipped, ..+early, ..+earlyF, "
+            f"..+{', ..+'.join(STATES)}, ..+weights, ..+inputs, ..+unclipped, ..+calm, ..+early, ..+earlyF, "
             f"..+stagingNGiB, ..@THREADS"
         )
     named: dict[str | None, float | str] = {None: 0.0, "host": 0.0, "streamed": 1.0, "auto": "auto"}
@@ -107,7 +109,7 @@ def row_options(text: str) -> RowOptions | None:
         weights=match["weights"] is not None,
         inputs=match["inputs"] is not None,
         state=STATES[match["state"]] if match["state"] else None,
-        clipped=match["unclipped"] is None,
+        max_norm=MAX_NORMS[match["norm"]],
         early=float(match["early_share"] or 1) if match["early"] else 0.0,
         staging_bytes=int(float(match["staging"]) * (1 << 30)) if match["staging"] else None,
         threads=int(match["threads"]) if match["threads"] else None,
@@ -238,7 +240,7 @@ class Hostward:
 
         self.optimizer = hostward.AdamW(
             model,
-            max_grad_norm=MAX_NORM if options.clipped else None,
+            max_grad_norm=options.max_norm,
             offload_fraction=options.fraction,
             streamed_fraction=options.streamed,
             overlap=options.overlap,
@@ -422,7 +424,7 @@ def hostward_facts(run: Run, contender: Hostward) -> dict[str, Any]:
         "backend": dict(optimizer.backend.describe()),
         "rates": rates_of(optimizer),
         "staging_buffers": optimizer._executor._slots.count,
-        "last_norm": optimizer.grad_norm,  # above MAX_NORM: that step was clipped, so none of it was stepped early
+        "last_norm": optimizer.grad_norm,  # above what it is clipped at: none of that step was made early
         **({**enqueued(run, optimizer), "trace": traced(run, contender)} if run.job.traced else {}),
     }
 

@@ -90,7 +90,7 @@ def test_files_named_by_where_to_change_exist() -> None:
 
 
 def rows_of(name: str, key: str, **only: object) -> dict[object, dict[str, object]]:
-    """Return the rows of a result file by `key`, the first of several counting, and those of other libraries."""
+    """Return the rows of a result file by `key`, of several the first, and of other libraries the last."""
     result = json.loads((ROOT / "benchmarks/results" / name).read_text(encoding="utf-8"))
     rows = [row for row in result["rows"] if only.items() <= row.items()]
     return {row[key]: row for row in (*reversed(rows), *(result.get("peers") or []))}
@@ -99,7 +99,7 @@ def rows_of(name: str, key: str, **only: object) -> dict[object, dict[str, objec
 def test_the_table_of_the_readme_is_what_was_measured() -> None:
     """Slowdowns of hostward are relative to itself at fraction 0, those of others to torch on the GPU."""
     cells = []
-    for name in ("2026-11-22-step-32k-peers-h200.json", "2026-11-23-step-8k-peers-h200.json"):
+    for name in ("2026-11-22-step-32k-peers-h200.json", "2026-11-28-step-everybody-h200.json"):
         rows = rows_of(name, "row")
         torchao = f"torchao: {rows['ao_bf16_grads']['ratio_to_torch']:.2f}"
         cells.append((peaks(rows["0"], rows["auto:1"]), ratio(rows["auto:1"], rows["0"]), torchao))

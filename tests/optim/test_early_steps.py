@@ -20,7 +20,7 @@ import hostward
 from hostward.core.placement import Placement
 from hostward.errors import ConfigError, MemoryLimitError, NativeError, OrderingError
 from hostward.kernels.cpu.adamw import GUESS_WORDS
-from hostward.optim import bucket_state, op_binding
+from hostward.optim import bucket_state, op_binding, step_executor
 from hostward.runtime.backend import Tier
 from hostward.runtime.simulated import backend as simulated
 from hostward.runtime.simulated.backend import LATEST, Order, SimulatedBackend
@@ -105,6 +105,25 @@ def test_bits_are_those_of_steps_after_the_norm(dtype: torch.dtype, form: Form) 
         for order in (EAGER, LATEST):
             early = {"offload_fraction": fraction, "step_early": True, **HOST}
             assert_equal(trained(dtype, form, order=order, **early), expected)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_buckets_are_guessed_in_groups(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver blocks the caller where many host functions each wait for an event. Those left over are not guessed.
+
+    Seen red: a group that waits for nothing.
+    """
+    expected = trained(BF16, (FP32, FP32))
+    monkeypatch.setattr(step_executor, "MOST_GUESSES_APART", groups)
+    for order in (EAGER, LATEST, Order(late=frozenset({Lane.D2H})), Order(late=frozenset({Lane.HOST}))):
+        early = {"offload_fraction": 1.0, "step_early": True, **HOST}
+        assert_equal(trained(BF16, (FP32, FP32), order=order, **early), expected)
+    model, optimizer = made(BF16, (FP32, FP32), offload_fraction=1.0, step_early=True, **HOST)
+    step(model, optimizer, 0, "free")
+    take(model, optimizer, 1, "free")
+    count, sent = len(optimizer._states), -(-len(optimizer._states) // groups)
+    assert count > 3
+    assert sum(made_guesses(optimizer)) == count // sent * sent
 
 
 LATE = [frozenset({lane}) for lane in Lane] + [frozenset({Lane.HOST, Lane.H2D}), frozenset({Lane.D2H, Lane.HOST})]

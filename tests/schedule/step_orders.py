@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from random import Random
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hostward.core.placement import Placement
 from hostward.schedule.ops import Kind, Op, Schedule
-from hostward.schedule.optimizer import STEP, StepShape, lower
+from hostward.schedule.optimizer import GUESSES, STEP, StepShape, lower
 
 D, H, S = Placement.DEVICE, Placement.HOST, Placement.STREAMED
 
@@ -47,7 +47,7 @@ def as_reached(whole: Schedule, schedule: Schedule, random: Random) -> list[Op]:
     """The operations of one turn as training issues them: gradient points in any order, a release after its gradient,
     the slots one by one at any time before the step and back at any time after it, and use points in any order, each
     behind its own upload point. Gradient points of summed and of guessed buckets come in up to three microbatches, at
-    least once.
+    least once. Buckets that have come are guessed in groups, those that come last perhaps not.
 
     `whole` is the schedule of a turn in which every bucket has a gradient: until the step nobody knows which will not,
     so what is issued before it comes from there.
@@ -56,11 +56,13 @@ def as_reached(whole: Schedule, schedule: Schedule, random: Random) -> list[Op]:
     # A point that only the model reaches, or none: with overlap off everything of ours is in the step.
     order: list[str] = []
     every = sorted(p for p in points if p.startswith("gradient/"))
-    added = [p for p in every if any(op.kind in (Kind.ADD, Kind.GUESS) for op in points[p])]
+    guessed = {p.replace("guess/", "gradient/") for p in points if p.startswith("guess/")}
+    added = [p for p in every if p in guessed or any(op.kind is Kind.ADD for op in points[p])]
     for microbatch in range(random.choice([1, 1, 2, 3]) if added else 1, 0, -1):
         within = random.sample(added, k=random.randint(0, len(added))) if microbatch > 1 else every
         again = [p for p in within if p not in order or random.random() < 0.7]
         order += _microbatch(points, random.sample(again, k=len(again)), random)
+    order = _with_guesses(order, guessed, random)
     ops = [list(before[point]) for point in order]
     stages = sorted((p for p in points if p.startswith("stage/")), key=lambda p: int(p.removeprefix("stage/")))
     at = 0
@@ -76,7 +78,8 @@ def as_reached(whole: Schedule, schedule: Schedule, random: Random) -> list[Op]:
         after.insert(random.randint(0, len(after)), point)
     for point in random.sample(sorted(p for p in points if p.startswith("upload/")), k=_count(points, "upload/")):
         after.insert(random.randint(0, after.index(point.replace("upload/", "use/"))), point)
-    assert {*order, *after, STEP} == points.keys() - {*stages}
+    left_out = {GUESSES, *(p for p in points if p.startswith("guess/"))} - {*order}
+    assert {*order, *after, STEP} == points.keys() - {*stages} - left_out
     return [op for group in ops for op in group] + [op for point in (STEP, *after) for op in points[point]]
 
 
@@ -87,6 +90,20 @@ def _microbatch(points: Mapping[str, Sequence[Op]], gradients: Sequence[str], ra
         if release in points:
             order.insert(random.randint(order.index(point) + 1, len(order)), release)
     return order
+
+
+def _with_guesses(order: Sequence[str], guessed: Collection[str], random: Random) -> list[str]:
+    """Return the order with groups of guesses after their gradients."""
+    found: list[str] = []
+    waiting: list[str] = []
+    for point in order:
+        found.append(point)
+        if point in guessed and point not in waiting:
+            waiting.append(point)
+        if waiting and random.random() < 0.5:
+            found += [GUESSES, *(p.replace("gradient/", "guess/") for p in waiting)]
+            waiting = []
+    return found
 
 
 def _count(points: dict[str, tuple[Op, ...]], prefix: str) -> int:

@@ -120,8 +120,8 @@ class BucketStep:
 
     @property
     def can_guess(self) -> bool:
-        """Report whether sending it issues a guess of its step: before the step, and with gradients of all ranges."""
-        return self.guesses and not self.late and len(self.ranges) == self.size
+        """Report whether its step can be guessed: before the step, and with gradients of all ranges, which are sent."""
+        return self.guesses and not self.late and self.phase in SENT and len(self.ranges) == self.size
 
     def accept(self, index: int, streams: Set[int]) -> None:
         """Record that a range has a gradient, which is memory of one of these streams."""
@@ -168,7 +168,7 @@ class BucketStep:
             self.summed = self.summed | self.unsent if last else self.summed - self.unsent
         if self.overlap:
             self.unsent.clear()
-        self.guessed = self.can_guess
+        self.guessed = False
         self.phase = BucketPhase.GRAD_IN_FLIGHT if self._offloads else BucketPhase.GRAD_READY
 
     def released(self) -> None:
@@ -186,6 +186,10 @@ class BucketStep:
         if self.phase not in ((BucketPhase.GRAD_OFFLOADED,) if self.accumulates else SENT):
             raise self._illegal("gets more gradients after it was sent", "send it first, and release what is summed")
         self.phase = BucketPhase.ACCUMULATING
+
+    def guess(self) -> None:
+        """Record that the operations of its guess trigger are issued; there are none if it cannot be guessed."""
+        self.guessed = self.can_guess
 
     def drop_guess(self) -> None:
         """Make the step without the guess, because the state has changed since. Legal in every phase."""

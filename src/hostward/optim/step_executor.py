@@ -42,11 +42,14 @@ from hostward.runtime.backend import Backend, Clipping, Event
 from hostward.schedule.ops import Lane, Op, Schedule
 from hostward.schedule.optimizer import (
     GRADIENTS_IN_FLIGHT,
+    GUESSES,
+    MOST_GUESSES_APART,
     STEP,
     StepShape,
     acquire_staging_trigger,
     deferred_uploads,
     grad_ready_trigger,
+    guess_trigger,
     pre_forward_trigger,
     release_grad_trigger,
     release_staging_trigger,
@@ -171,6 +174,8 @@ class StepExecutor:
         """Gradients that were offloaded and whose device memory is not returned yet, as autograd left them."""
         self._in_flight: deque[BucketStep] = deque()
         """Buckets whose gradients are in flight, the oldest first."""
+        self._unguessed: list[BucketStep] = []
+        """Buckets that have been sent, and whose steps are guessed together with those of the next ones."""
         self._staged = 0
         """Staging buffers that have been acquired, and filled, for this step."""
         self.in_step = False
@@ -482,6 +487,7 @@ class StepExecutor:
         for bucket in self._buckets:
             bucket.discard()
         self._held.clear()
+        self._unguessed.clear()
         self._sync.made_on.clear()
         # What has been read stays in its staging buffers, and counts for the step that follows.
         self._points = self._schedules.points()  # an interrupted step may have left those without absent buckets
@@ -516,11 +522,22 @@ class StepExecutor:
                 self._in_flight.append(bucket)
         if len(self._in_flight) > GRADIENTS_IN_FLIGHT:
             self._release_in_flight(GRADIENTS_IN_FLIGHT)
+        if self._shape.guessed:
+            self._guess(buckets)
         if not self._slots.count:
             return
         for bucket in buckets:
             if last or not bucket.accumulates:
                 self._stage_behind(bucket.index)
+
+    def _guess(self, sent: Iterable[BucketStep]) -> None:
+        """Guess the steps of buckets that have been sent, as soon as there are enough of them to share a wait."""
+        self._unguessed += [bucket for bucket in sent if bucket.can_guess and bucket not in self._unguessed]
+        if len(self._unguessed) * MOST_GUESSES_APART >= len(self._shape.guessed):
+            self._issue([GUESSES, *(guess_trigger(bucket.index) for bucket in self._unguessed)])
+            for bucket in self._unguessed:
+                bucket.guess()
+            self._unguessed.clear()
 
     def _stage_behind(self, b: int) -> None:
         """Acquire staging buffers for which there may be room, as all gradients of a bucket are final."""
@@ -648,6 +665,7 @@ class StepExecutor:
                 self._states[bucket.index].exchange()
             bucket.stepped()
         self._held.clear()
+        self._unguessed.clear()
         self._sync.made_on.clear()
         self._staged, self.in_step = 0, False
         for layer in self._layers.values():
@@ -903,6 +921,7 @@ class StepExecutor:
             bucket.abort()
         self._held.clear()
         self._in_flight.clear()
+        self._unguessed.clear()
         self._sync.made_on.clear()
         self._staged, self.in_step = 0, False
         self._bindings.forget()  # an exchange of the sets of a state may have been interrupted

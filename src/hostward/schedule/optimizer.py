@@ -2,9 +2,10 @@
 
     trigger      compute                        other lanes
     gradient/b   partials/b                     d2h: download/b (host buckets)
-                                                host: guess/b (host buckets that are guessed)
                  made/b                         d2h: download/b; host: add/b (host buckets that are accumulated there)
     release/b    release/b  (gradient freed)
+    guesses                                     d2h: landed; host: guesses
+    guess/b                                     host: guess/b (host buckets that are guessed)
     stage/k      acquire/k  (staging buffer)    h2d: read/b of the first streamed buckets
     step         norm, step/b (device buckets)  host: sums/b; h2d: lift/b (buckets that are accumulated on the host);
                                                 d2h: fetch; host: step/b; h2d: upload/b;
@@ -15,7 +16,8 @@
 
 The triggers are named `on_grad_ready` (gradient/b), `on_step` (step) and `on_pre_forward` (use/L) in comments. The
 operations `backward/b` and `forward/L` are the caller's own passes, which read weights and make gradients.
-`on_grad_ready` may come in any order, `release/b` after `gradient/b`, `stage/k` one after the other at any time before
+`on_grad_ready` may come in any order, `release/b` after `gradient/b`, `guess/b` behind a `guesses` after it or not at
+all, `stage/k` one after the other at any time before
 `step`, `on_pre_forward` and `unstage/k` in any order after it; tests/schedule checks the rule over such orders.
 
 State and weights share the lanes of the two copy directions, in order of use: a device makes one copy at a time in each
@@ -33,7 +35,9 @@ microbatch of a step, and a wait means the newest issue of the operation that it
 
 The CPU optimizer step of a bucket in `guessed` is made when its gradients have landed, on the guess that the norm will
 not clip: `guess/b` writes a second set of the state, and the step itself confirms that or makes it anew. `state/b` and
-`source/b` name both sets. What a guess needs to know of the step before is recorded with the state.
+`source/b` name both sets. What a guess needs to know of the step before is recorded with the state. Several buckets
+are guessed behind one wait for all copies of gradients so far (`landed`), because the driver blocks the caller where
+many host functions each wait for an event of their own.
 """
 
 from __future__ import annotations
@@ -51,6 +55,10 @@ from hostward.schedule.race_check import repeated, require_ordered
 DEVICE_SCALARS = "scalars.device"
 HOST_SCALARS = "scalars.host"
 STEP = "step"
+GUESSES = "guesses"
+"""Trigger before those of buckets that are guessed together."""
+MOST_GUESSES_APART = 20
+"""Groups of buckets in a step that are guessed together, at most: of two steps as many waits may be pending."""
 GRADIENTS_IN_FLIGHT = 2
 """Host buckets whose gradients are being offloaded at any time: one is copied while the next is made."""
 LANDING_BUFFERS = 3
@@ -62,6 +70,11 @@ _LANDED_BYTES = 4
 def grad_ready_trigger(bucket: int) -> str:
     """Name the trigger `on_grad_ready` of a bucket: all its gradients are final."""
     return f"gradient/{bucket}"
+
+
+def guess_trigger(bucket: int) -> str:
+    """Name the trigger at which the step of a bucket is guessed, behind `GUESSES`: its gradients have been sent."""
+    return f"guess/{bucket}"
 
 
 def release_grad_trigger(bucket: int) -> str:
@@ -232,9 +245,9 @@ def _backward(shape: StepShape, present: Sequence[int]) -> list[Op]:
             ops += _accumulate(landing_buffers, shape.absent, b) if accumulated else [_download(b)]
             if b in shape.guessed:
                 ops[-1] = replace(ops[-1], prior=(f"guess/{b}",))  # that reads what landed, which may come again
-                ops.append(_guess(b))
             in_flight.append(b)
-    return ops + [_release(b, release_grad_trigger, "download") for b in in_flight]
+    ops += [_release(b, release_grad_trigger, "download") for b in in_flight]
+    return ops + _guesses([b for b in reversed(present) if b in shape.guessed])
 
 
 def _download(b: int) -> Op:
@@ -242,9 +255,16 @@ def _download(b: int) -> Op:
     return Op(f"download/{b}", Kind.COPY, Lane.D2H, grad_ready_trigger(b), b, reads, writes, waits)
 
 
-def _guess(b: int) -> Op:
-    trigger, writes = grad_ready_trigger(b), (f"state/{b}", f"source/{b}")
-    return Op(f"guess/{b}", Kind.GUESS, Lane.HOST, trigger, b, (f"landing/{b}",), writes, (f"download/{b}",))
+def _guesses(buckets: Sequence[int]) -> list[Op]:
+    """Return the operations that guess steps, behind one wait for all gradients that have been sent."""
+    if not buckets:
+        return []
+    landed = Op("landed", Kind.JOIN, Lane.D2H, GUESSES)
+    ops = [landed, Op(GUESSES, Kind.JOIN, Lane.HOST, GUESSES, waits=(landed.name,))]
+    for b in buckets:
+        reads, writes = (f"landing/{b}",), (f"state/{b}", f"source/{b}")
+        ops.append(Op(f"guess/{b}", Kind.GUESS, Lane.HOST, guess_trigger(b), b, reads, writes))
+    return ops
 
 
 def _accumulate(landing_buffers: Mapping[int, int], absent: frozenset[int], b: int) -> list[Op]:
