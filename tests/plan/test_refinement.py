@@ -160,12 +160,20 @@ def known(of: tuple[int, int, int, bool], machine: str, host: float) -> Known:
 
 
 @given(
-    st.sampled_from([(2, 2048, 512, True), (3, 1024, 2048, False), (3, 512, 8192, False)]),
-    st.sampled_from([("h100", 1.0), ("rtx-4090", 0.5)]),
-    st.sampled_from([0.05, 0.2, 0.4, 0.6]),
-    st.sampled_from([None, 0.25, 0.5, 0.75]),
+    st.one_of(
+        st.tuples(
+            st.just(2),
+            st.sampled_from([512, 1024, 1536, 2048]),
+            st.sampled_from([512, 1024, 2048, 4096]),
+            st.booleans(),
+        ),
+        st.tuples(st.just(3), st.sampled_from([512, 1024]), st.sampled_from([1024, 2048, 8192]), st.just(False)),
+    ),
+    st.tuples(st.sampled_from(["h100", "h200", "rtx-4090", "a100-80gb"]), st.sampled_from([0.25, 0.5, 1.0, 2.0])),
+    st.floats(0.02, 0.9).map(lambda share: round(share, 3)),
+    st.none() | st.floats(0.2, 0.9).map(lambda share: round(share, 3)),
 )
-@settings(deadline=None, max_examples=25, derandomize=True)
+@settings(deadline=None, max_examples=30, derandomize=True)
 def test_no_choice_of_a_small_model_is_faster(
     of: tuple[int, int, int, bool], machine: tuple[str, float], device: float, host: float | None
 ) -> None:
@@ -187,14 +195,20 @@ def test_no_choice_of_a_small_model_is_faster(
         ((2, 1536, 2048, False), ("h100", 2.0), 0.545, None),
         ((2, 1536, 1024, True), ("h100", 0.25), 0.232, None),
         ((3, 512, 4096, False), ("h200", 0.5), 0.521, 0.629),
+        ((2, 2048, 4096, True), ("h100", 0.5), 0.314, 0.686),
+        ((2, 2048, 4096, True), ("a100-80gb", 0.25), 0.577, None),
+        ((2, 1536, 2048, False), ("h100", 1.0), 0.484, None),
+        ((3, 512, 2048, False), ("rtx-4090", 0.25), 0.21, None),
+        ((3, 1024, 4096, False), ("h100", 1.0), 0.482, None),
     ],
 )
 def test_what_random_models_and_limits_found_once(
     of: tuple[int, int, int, bool], machine: tuple[str, float], device: float, host: float | None
 ) -> None:
     """Seen red, the first three with one streamed share and a halved offloaded share for each treatment: 52 % slower,
-    none, 6 %; the next where a bucket that still fits was not tried: 7 %; the last where a layer was treated otherwise
-    only with the streamed share of before, which is 0 where no state is offloaded: 5 %.
+    none, 6 %; the next where a bucket that still fits was not tried: 7 %; the next where a layer was treated otherwise
+    only with the streamed share of before, which is 0 where no state is offloaded: 5 %. The last five without all
+    shares of few buckets: 13, 13, 11, 5 and 4 %.
     """
     require_fastest(of, machine, device, host)
 

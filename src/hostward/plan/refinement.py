@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from typing import Generic, Protocol, TypeVar
 
 from hostward.core.placement import Placement, placements_of
@@ -34,6 +35,8 @@ GUESSES = 6
 """Most shares of the state that are tried to find the smallest one that fits."""
 FEW_BUCKETS = 32
 """Numbers of buckets up to which the device's memory is far from linear in the share of the state."""
+GRID = 8
+"""Parts in which the streamed share of few buckets is tried."""
 STEPS = ((1 / 4, 0.01), (1 / 8, 0.005), (1 / 16, 0.003), (1 / 32, 0.002), (1 / 64, 0.0002))
 """Sizes of the last variations, as shares of the layers or of the state, and the share of the step's time that one must
 save to be followed.
@@ -330,6 +333,25 @@ class PatternSearch(Generic[J]):
     def _bound(self, judged: J) -> tuple[int, float]:
         """Return the bytes beyond the budgets, and the lower bound of the step's time."""
         return self.excess_bytes(judged), judged.least_s
+
+    def gridded(self, found: Sequence[J]) -> None:
+        """Judge all shares, with the treatments and offloaded layers of each choice worth following.
+
+        For workloads of few buckets: one more or less of them changes the step by much, and the number of staging
+        buffers with it, so the best shares may have worse ones all around them.
+
+        Args:
+            found: choices, some of which fit; those that do not are worth following as well.
+        """
+        around, best = self.neighbourhood, self.best(found)
+        limit_s = math.inf if self.excess_bytes(best) else best.order[0] * (1 + WORTH_FOLLOWING)
+        kinds: dict[tuple[object, ...], Choice] = {}
+        for choice in (c.choice for c in sorted(found, key=lambda c: c.least_s) if c.least_s < limit_s):
+            kinds.setdefault((choice.activations, choice.offloaded_weights, choice.gradients_on_host), choice)
+        for choice in kinds.values():
+            count, _ = around.free_state(choice)
+            for part, share in product(range(1, count + 1), range(GRID + 1)):
+                self.judge(around.placed(choice, part / count, share / GRID), choice.gradients_on_host)
 
     def filled(self, choice: Choice, shares: Iterable[float]) -> list[J]:
         """Return the choice with each of these streamed shares, and as little state offloaded as memory allows.

@@ -19,7 +19,7 @@ from hostward.plan.budgets import Budgets, Required
 from hostward.plan.cost_model import SUM_BYTES, Costs, Speeds, balanced_share
 from hostward.plan.decisions import LEAVES, Choice, Keep
 from hostward.plan.memory_model import LOAD, MemoryModel, Needs
-from hostward.plan.refinement import WORTH_FOLLOWING, Neighbourhood, PatternSearch, fastest
+from hostward.plan.refinement import FEW_BUCKETS, WORTH_FOLLOWING, Neighbourhood, PatternSearch, fastest
 from hostward.plan.solver import LAST_STAY, Forced, Limits, LinearProgram
 from hostward.plan.step_time import Prediction, least_s, predict_of
 from hostward.plan.workload import Workload
@@ -206,8 +206,11 @@ class Frontier:
         limit_s = best.prediction.step_s * (1 + WORTH_FOLLOWING)
         near = [c for c in starts if c is not best and not excess(c) and c.prediction.step_s < limit_s]
         search.follow([best, *near])
+        if len(self.workload.inventory.buckets) <= FEW_BUCKETS:
+            search.gridded(self.candidates)
+        fastest_yet = self.best(budgets)
         self._probes |= {c.choice for c in self._seen.values() if c.choice not in before and not c.is_predicted}
-        return self.best(budgets)
+        return fastest_yet
 
     def _weigh_all(self) -> None:
         for weights in self._sets:
