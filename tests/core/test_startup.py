@@ -42,7 +42,7 @@ def test_a_slow_phase_is_told_while_it_lasts_and_after_it(
         finally:
             startup.log.removeHandler(heard)
     assert all(line.startswith("drawing 3 weights: 0 s so far, ") for line in heard.messages[:-2])
-    assert heard.messages[0].endswith(" of host memory resident")
+    assert heard.messages[0].endswith(" available")
     assert heard.messages[-2:] == ["drew 3 weights in 0 s", "ready after 0 s: iterations begin"]
     assert list(timed.seconds) == ["weights"]
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hostward.core.host_limits import resident_bytes
+from hostward.core.host_limits import host_memory, resident_bytes
 from hostward.core.units import size
 
 log = logging.getLogger("hostward")
@@ -17,6 +17,30 @@ SLOW_S = 5.0
 """A phase that takes longer is logged,"""
 AGAIN_S = 60.0
 """and again after each of these seconds while it lasts."""
+
+
+@contextmanager
+def watched(doing: str) -> Iterator[None]:
+    """Log `doing` from a thread once the block has taken longer than `SLOW_S`, and again while it lasts.
+
+    Each line has the seconds so far, and the host memory, which shows how far an allocation has come, and what is left.
+    """
+    began_s, over = time.perf_counter(), threading.Event()
+
+    def watch() -> None:
+        wait_s = SLOW_S
+        while not over.wait(wait_s):
+            so_far_s, wait_s = time.perf_counter() - began_s, AGAIN_S
+            resident, left = size(resident_bytes()), size(host_memory().available_bytes)
+            log.info("%s: %.0f s so far, host memory %s resident, %s available", doing, so_far_s, resident, left)
+
+    watcher = threading.Thread(target=watch, name="hostward-startup", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
 
 
 class Startup:
@@ -36,22 +60,9 @@ class Startup:
             doing: text of the log while the block runs, as "drawing 8.19 B weights".
             done: text of the log after it, as "drew 8.19 B weights".
         """
-        began_s, over = time.perf_counter(), threading.Event()
-
-        def watch() -> None:
-            wait_s = SLOW_S
-            while not over.wait(wait_s):
-                # How much has been allocated says how far the phase has come.
-                so_far_s, wait_s = time.perf_counter() - began_s, AGAIN_S
-                log.info("%s: %.0f s so far, %s of host memory resident", doing, so_far_s, size(resident_bytes()))
-
-        watcher = threading.Thread(target=watch, name="hostward-startup", daemon=True)
-        watcher.start()
-        try:
+        began_s = time.perf_counter()
+        with watched(doing):
             yield
-        finally:
-            over.set()
-            watcher.join()
         self.seconds[name] = time.perf_counter() - began_s
         if self.seconds[name] > SLOW_S:
             log.info("%s in %.0f s", done, self.seconds[name])
