@@ -10,6 +10,9 @@ steps of each by its plan (`hostward train --plan`), and sets the bytes that wer
 
 `--host-memory` must be what `free` reports as available on the machine that trains, minus 2 GiB at least: the process
 itself takes as much, which no plan counts, and a run whose plan needs more than is available is refused.
+Without limits `hostward plan` keeps a tenth of host memory and 2 GiB of the GPU's free: what a run near a limit loses
+to full caches shows in the lines that it prints while it starts. `--time-limit-s` must end a run before anything else
+ends this program, or what the run has said is lost.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ log = logging.getLogger("hostward")
 
 SLOW_S = 5.0
 """A phase that takes longer is logged,"""
-AGAIN_S = 60.0
+AGAIN_S = 30.0
 """and again after each of these seconds while it lasts."""
 
 
