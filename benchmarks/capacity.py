@@ -1,12 +1,18 @@
 """The largest dense model that trains on this machine, by the plan, and what a run of it takes.
 
-    python benchmarks/capacity.py find --hardware h200 --device-memory 139GiB --host-memory 125GiB --plans FOLDER
+    python benchmarks/capacity.py find --hardware h200 --device-memory 139GiB --host-memory 122GiB --plans FOLDER
     python benchmarks/capacity.py run --plans FOLDER --json benchmarks/results/DATE-capacity.json
 
 Models have the width of Qwen3-14B (hidden size 5120, FFN 17408, 40 heads; 40 layers are 14.8 B parameters), one
 sequence of 4,096 tokens a step, and as many layers as fit. `find` asks `hostward plan` for the largest number of layers
 that fits, for each format of the state, and what keeps one more layer from fitting: no GPU is needed. `run` trains five
 steps of each by its plan (`hostward train --plan`), and sets the bytes that were measured beside those predicted.
+
+`--host-memory` must be what `free` reports as available on the machine that trains, minus 2 GiB at least: the process
+itself takes as much, which no plan counts, and a run whose plan needs more than is available is refused.
+Without limits `hostward plan` keeps a tenth of host memory and 2 GiB of the GPU's free: what a run near a limit loses
+to full caches shows in the lines that it prints while it starts. `--time-limit-s` must end a run before anything else
+ends this program, or what the run has said is lost.
 """
 
 from __future__ import annotations
@@ -72,6 +78,19 @@ def found(a: argparse.Namespace, form: str) -> dict[str, Any]:
     return {"format": form, "layers": fits, "next_one": missing, "next_one_in_full": why.splitlines()}
 
 
+def said(*texts: str | bytes | None) -> str:
+    """The end of what a process has said; a process that ran out of time gives bytes, or None for nothing."""
+    return "".join(t.decode(errors="replace") if isinstance(t, bytes) else t or "" for t in texts)[-3000:]
+
+
+def start(row: dict[str, Any]) -> str:
+    """Seconds of each phase before the first step, if a run got so far."""
+    phases = row["report"]["start_s"] if "report" in row else {}
+    return (
+        f"start {sum(phases.values()):.0f} s { ({name: round(s, 1) for name, s in phases.items()}) }" if phases else ""
+    )
+
+
 def trained(a: argparse.Namespace, case: dict[str, Any]) -> dict[str, Any]:
     """Five steps by the plan."""
     form, layers = case["format"], case["layers"]
@@ -85,10 +104,10 @@ def trained(a: argparse.Namespace, case: dict[str, Any]) -> dict[str, Any]:
     plan = ["--plan", str(a.plans / f"{form}-{layers}.json"), "--json", str(report)]
     try:
         done = hostward("train", "--recipe", RECIPE, *words, *plan, seconds=a.time_limit_s)
-    except subprocess.TimeoutExpired:
-        return {**case, "status": f"not done after {a.time_limit_s:.0f} s"}
+    except subprocess.TimeoutExpired as over:
+        return {**case, "status": f"not done after {a.time_limit_s:.0f} s", "why": said(over.stdout, over.stderr)}
     if done.returncode:
-        return {**case, "status": "failed", "why": (done.stdout + done.stderr)[-3000:]}
+        return {**case, "status": "failed", "why": said(done.stdout, done.stderr)}
     content = json.loads(report.read_text())
     losses = content["losses"]
     status = "ok" if len(losses) == STEPS and all(map(math.isfinite, losses)) else "losses are not finite"
@@ -101,7 +120,7 @@ def main() -> None:
     parser.add_argument("--plans", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--hardware", default="h200")
     parser.add_argument("--device-memory", default="139GiB")
-    parser.add_argument("--host-memory", default="125GiB")
+    parser.add_argument("--host-memory", default="122GiB")
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS))
     parser.add_argument("--time-limit-s", type=float, default=600.0, help="of each run")
     parser.add_argument("--json", type=Path)
@@ -118,7 +137,8 @@ def main() -> None:
     for case in json.loads(cases.read_text()):
         if case["format"] in a.formats:
             rows.append(trained(a, case))
-            print(rows[-1]["format"], rows[-1]["layers"], rows[-1]["status"], rows[-1].get("why", ""), flush=True)
+            row = rows[-1]
+            print(row["format"], row["layers"], row["status"], start(row), row.get("why", ""), flush=True)
         if a.json is not None:
             a.json.write_text(
                 json.dumps({"benchmark": "capacity", "machine": describe(), "rows": rows}, indent=1) + "\n"

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from hostward.core.units import GIB, MIB, gib, size_bytes, size_option, sizes_apart
+from hostward.core.units import GIB, MIB, billions, gib, size_bytes, size_option, sizes_apart
 from hostward.errors import ConfigError
 
 
@@ -80,3 +80,7 @@ def test_what_is_written_tells_two_sizes_apart() -> None:
     """Seen red: 80.0 GiB are needed, and 80.0 GiB are available."""
     assert sizes_apart(80 << 30, 79 << 30) == ("80.0 GiB", "79.0 GiB")
     assert sizes_apart((80 << 30) + 1, 80 << 30) == ("85,899,345,921 bytes", "85,899,345,920 bytes")
+
+
+def test_numbers_of_parameters() -> None:
+    assert (billions(999_999_999), billions(19_722_986_240)) == ("999,999,999", "19.72 B")

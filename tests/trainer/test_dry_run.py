@@ -37,6 +37,7 @@ def test_a_dry_run_tells_what_would_be_done_and_leaves_nothing(
     found = json.loads(resumed.out)
     assert (found["first_iteration"], found["train_iters"], found["predicted"]) == (1, 5, None)
     assert 0 < found["offloaded_bytes"] < found["state_bytes"]
+    assert list(found["start_s"]) == ["import", "checks", "weights", "state", "resume", "attach"]
     assert sorted(folder.rglob("*")) == before
 
 

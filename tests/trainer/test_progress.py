@@ -19,6 +19,7 @@ from hostward.cli import run_files
 from hostward.cli.output import RECENT, Progress, duration, fitted, parts
 from hostward.cli.run_files import Scalars
 from hostward.config.overrides import apply_overrides
+from hostward.core import startup
 from hostward.recipes import load
 from hostward.trainer import loop, setup
 from hostward.trainer.memory_sampler import MemorySampler
@@ -154,6 +155,21 @@ def test_hidden_and_exposed_seconds_come_early_in_a_long_run_and_once(
     plain = prepared("train.train_iters=14", *offloaded(1))
     loop.train(plain)
     assert plain.losses == run.losses
+
+
+def test_a_slow_start_says_what_it_is_doing(
+    prepared: Callable[..., Run], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen red: all iterations are watched; phases are not."""
+    monkeypatch.setattr(startup, "SLOW_S", 0.0)
+    caplog.set_level(logging.INFO, "hostward")
+    run = prepared("train.train_iters=3")
+    loop.train(run)
+    told = " ".join(re.sub(r"[\d,.]+ ", "", line.partition(":")[0]) for line in caplog.messages)
+    assert "drawing weights" in told
+    assert "drew weights in s placing the state of parameters" in told
+    assert re.search("placed the state of parameters in s .*running iteration 1", told)
+    assert "running iteration 3" not in told
 
 
 def test_in_a_short_run_only_the_end_is_metered(prepared: Callable[..., Run]) -> None:

@@ -43,6 +43,7 @@ def test_a_run_leaves_a_report_that_holds_what_json_says(train: Cli, tmp_path: P
     assert report.host["cpus"] > 0
     assert report.predicted is None
     assert report.frontier == ()
+    assert list(report.start_s) == ["import", "checks", "weights", "state", "attach"]
     assert f"hostward report {folder}" in outcome.out
     assert from_chrome(folder / TRACE_FILE).steps()
 

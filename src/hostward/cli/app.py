@@ -36,6 +36,7 @@ from hostward.cli.output import (
     write_report,
 )
 from hostward.cli.recipe import DEFAULT_RECIPE, checked, listing
+from hostward.core.startup import Startup
 from hostward.errors import EXIT_CODES, ConfigError, ExitCode, HostwardError, MemoryLimitError
 from hostward.report.schema import REPORT_FILE, TRACE_FILE, read_report
 
@@ -138,17 +139,20 @@ def train(
         planned = load(plan_file)
     log.info("hostward %s: %s, %d iterations; loading PyTorch", __version__, recipe, config.train.train_iters)
     _seed_environment(config.model.deterministic_mode)
-    from hostward.trainer import loop, setup
-    from hostward.trainer.report import render
+    startup = Startup()
+    with startup.phase("import", "loading PyTorch", "loaded PyTorch"):
+        from hostward.trainer import loop, setup
+        from hostward.trainer.report import render
 
     # About gathered logits, which are never changed in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     first_rank, tensorboard_dir = ranks.is_first(), config.logger.tensorboard_dir
     with _output_folders(run_dir, tensorboard_dir):
-        run = setup.prepare(recipe, config, plan=planned, run_dir=run_dir, force=force)
+        run = setup.prepare(recipe, config, plan=planned, run_dir=run_dir, force=force, startup=startup)
         if dry:
             dry_run.finish(run, run_dir, json_file)
             raise typer.Exit(ExitCode.SUCCESS)  # as after a failure, the folders are as they were
+    startup.log_total()
     run.keeps_folders = True
     over = loop.is_over(run)  # for example restarted by a scheduler: its files report the iterations of the first start
     folder = run_files.run_folder(run_dir, config.checkpoint.save) if first_rank and not over else None

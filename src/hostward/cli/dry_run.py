@@ -90,5 +90,6 @@ def to_dict(run: Run) -> dict[str, Any]:
         "train_iters": run.config.train.train_iters,
         "state_bytes": run.optimizer.plan.state_bytes,
         "offloaded_bytes": run.optimizer.plan.offloaded_bytes,
+        "start_s": run.startup.seconds,
         "predicted": None if found is None else {name: getattr(found, name) for name in found.__dataclass_fields__},
     }

@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write and read them. No torch."""
+"""Sizes in bytes, and numbers of parameters, as people write and read them. No torch."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ _UNITS = {
 UNKNOWN = "–"
 """Shown where a figure is not known."""
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def billions(number: int) -> str:
+    """Format a number of parameters: 8.19 B from a billion on, else all digits."""
+    return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number:,}"
 
 
 def size_bytes(text: str, option: str) -> int:

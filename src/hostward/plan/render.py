@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 
 from hostward.core.placement import Placement
-from hostward.core.units import GIB, size
+from hostward.core.units import GIB, billions, size
 from hostward.errors import ConfigError, HostwardError, needed_for
 from hostward.plan.budgets import Units, by_owner, by_phase, columns, nearest, needed, short_of, units_of
 from hostward.plan.decisions import Choice, FrontierPoint, Keep
@@ -68,7 +68,7 @@ def _title(found: Answer) -> str:
     gpu = hardware.gpu.name if hardware.gpu else "no GPU"
     sequences = "sequence" if workload.microbatch_sequences == 1 else "sequences"
     numel = workload.inventory.numel * workload.ranks
-    what = f"{workload.name}: {f'{numel / 1e9:.2f} B' if numel >= 1e9 else f'{numel:,}'} trained parameters"
+    what = f"{workload.name}: {billions(numel)} trained parameters"
     counts = f"{workload.microbatches} x {workload.microbatch_sequences} {sequences} of {workload.sequence_tokens:,}"
     measured = f", measured {hardware.measured_at}" if hardware.measured_at else ""
     lines = [

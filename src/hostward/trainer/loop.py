@@ -6,11 +6,12 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
+from hostward.core.startup import watched
 from hostward.runtime.backend import Tier
 from hostward.trainer import checkpointing
 from hostward.trainer.garbage_collection import collect_if_due, manual_gc_enabled
@@ -89,7 +90,8 @@ def _iterate(run: Run, until: int, progress: Callable[[Run], None] | None) -> No
     config = run.config
     interval = config.checkpoint.save_interval if config.checkpoint.save is not None else None
     while run.iteration < until and not run.stopped:
-        train_iteration(run)
+        with nullcontext() if run.iteration_s else watched(f"running iteration {run.iteration + 1}"):
+            train_iteration(run)
         collect_if_due(config.train, run.iteration)
         checkpointing.look(run)
         run.watermark.look(run.iteration)

@@ -147,6 +147,7 @@ def report(run: Run, circumstances: Mapping[str, Any], *, ended: Ended, reason: 
         host=_host_facts(),
         checkpoint=None if run.saved is None else str(run.saved),
         ranks=run.of_ranks,
+        start_s=dict(run.startup.seconds),
         division=division(config, run.ranks),
     )
 

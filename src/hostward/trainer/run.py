@@ -11,6 +11,7 @@ import torch
 from hostward.attachment import Attachment
 from hostward.checkpoint.api import Saver
 from hostward.config.schema import Config
+from hostward.core.startup import Startup
 from hostward.files.folder_lock import FolderLock
 from hostward.optim.adamw import AdamW
 from hostward.plan.decisions import FrontierPoint
@@ -93,6 +94,8 @@ class Run:
     ranks: Ranks = field(default_factory=Ranks)
     data_s: float = 0.0
     """Seconds that this process has spent reading samples."""
+    startup: Startup = field(default_factory=Startup)
+    """Seconds of the phases before the first iteration."""
     of_ranks: RanksReport | None = None
     """Report of all ranks, once a run of several ranks is over."""
     stop_asked: bool = False

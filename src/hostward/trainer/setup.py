@@ -20,6 +20,8 @@ from hostward.config.rules.table import captured
 from hostward.config.schema import Config, get_option, options
 from hostward.config.validate import check, idle_switches, shown
 from hostward.core.inventory import Dtype
+from hostward.core.startup import Startup
+from hostward.core.units import billions
 from hostward.errors import ConfigError, DataError, DeviceError
 from hostward.optim.adamw import AdamW
 from hostward.optim.sharded import StagesScaler
@@ -40,7 +42,7 @@ from hostward.trainer.memory_check import (
     slow_halves,
 )
 from hostward.trainer.microbatches import Pipeline, WholeModel
-from hostward.trainer.models import pretrained_config
+from hostward.trainer.models import parameter_count, pretrained_config
 from hostward.trainer.offload_options import (
     attach_activations,
     make_optimizer,
@@ -57,7 +59,13 @@ log = logging.getLogger("hostward")
 
 
 def prepare(
-    recipe: str, config: Config, *, plan: PlanFile | None = None, run_dir: Path | None = None, force: bool = False
+    recipe: str,
+    config: Config,
+    *,
+    plan: PlanFile | None = None,
+    run_dir: Path | None = None,
+    force: bool = False,
+    startup: Startup | None = None,
 ) -> Run:
     """Check the options, read the data, build model and optimizer, and load the requested checkpoint.
 
@@ -66,6 +74,7 @@ def prepare(
         run_dir: an output folder of this run alone, besides that of `checkpoint.save`.
         force: start even if the memory estimate or a checkpoint does not fit, or the plan is for
             another GPU.
+        startup: times the phases; None: a new one, which the run has.
 
     Raises:
         HostwardError: of the kind that names the cause; whatever can be checked before the weights are allocated is
@@ -88,21 +97,29 @@ def prepare(
     ranks.join(device, timedelta(minutes=config.dist.distributed_timeout_minutes))
     with ExitStack() as refused:
         locks = lock_folders(config, run_dir, ranks, refused)
-        run = _prepared(recipe, config, plan, device, ranks, force=force)
+        run = _prepared(recipe, config, plan, device, ranks, startup or Startup(), force=force)
         run.locks = locks
         refused.pop_all()
     return run
 
 
 def _prepared(
-    recipe: str, config: Config, plan: PlanFile | None, device: torch.device, ranks: Ranks, *, force: bool
+    recipe: str,
+    config: Config,
+    plan: PlanFile | None,
+    device: torch.device,
+    ranks: Ranks,
+    startup: Startup,
+    *,
+    force: bool,
 ) -> Run:
     """Build the run once the ranks have met and its output folders are locked."""
     resume_from = ranks.agreed(lambda: checkpointing.checkpoint_to_load(config))
     require_same_on_all_ranks(ranks, what_runs(recipe, config, device.type, resume_from, plan))
-    dataset, found, waiting = ranks.agreed(
-        lambda: estimate_memory(recipe, config, device, plan, resume_from, ranks, force=force)
-    )
+    with startup.phase("checks", "checking data and memory", "checked data and memory"):
+        dataset, found, waiting = ranks.agreed(
+            lambda: estimate_memory(recipe, config, device, plan, resume_from, ranks, force=force)
+        )
     require_same_on_all_ranks(ranks, {"the data": f"{dataset.description} ({dataset.fingerprint[:8]})"})
     cpus = bind_beside_gpu(ranks, device)
     threads = config.train.num_threads or ranks.torch_threads(cpus)
@@ -113,19 +130,23 @@ def _prepared(
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     dtype = TORCH_DTYPES[Dtype(config.model.params_dtype)]
-    held = hold(
-        ranks, config, vocab_size=dataset.vocab_size, device=device, dtype=dtype, seed=seed, on_cpu=waiting is not None
-    )
+    count, rows, on_cpu = billions(parameter_count(config, dataset.vocab_size)), dataset.vocab_size, waiting is not None
+    doing, done = ("drawing", "drew") if config.model.hf_model_path is None else ("reading", "read")
+    with startup.phase("weights", f"{doing} {count} weights", f"{done} {count} weights"):
+        held = hold(ranks, config, vocab_size=rows, device=device, dtype=dtype, seed=seed, on_cpu=on_cpu)
     model, share = held.model, share_of(config, ranks.data_size)
     _require_vocabulary(model, dataset)
     if waiting is not None:
-        if resume_from is not None:
-            checkpointing.load_weights(model, resume_from)
-        move(model, device, weights=waiting.layers)
+        with startup.phase("move", "moving weights to the device", "moved weights to the device"):
+            if resume_from is not None:
+                checkpointing.load_weights(model, resume_from)
+            move(model, device, weights=waiting.layers)
     # Each rank estimates with its own memory and GPU; unless all of them can, none uses the estimate.
     mix_of = found.mix_of if all(ranks.gather(found.mix_of is not None)) else None
     # Memory is pinned here. A rank that cannot pin must not leave the others waiting for it.
-    optimizer = ranks.agreed(lambda: make_optimizer(held, share, plan, cpus, mix_of))
+    of_all = f"state of {count} parameters"
+    with startup.phase("state", f"placing the {of_all}", f"placed the {of_all}"):
+        optimizer = ranks.agreed(lambda: make_optimizer(held, share, plan, cpus, mix_of))
     found = ranks.agreed(lambda: _as_placed(found, optimizer))
     stages = [part.model for part in held.parts]
     for whole in stages or [model]:
@@ -133,13 +154,17 @@ def _prepared(
     run = Run(
         recipe, config, device, dataset, model, optimizer, scaler_of(held, device, dtype), predicted=found.predicted,
         frontier=found.frontier if plan is None else plan.frontier, ranks=ranks, passes=passes_of(held, share, device),
+        startup=startup,
     )  # fmt: skip
     if resume_from is not None and waiting is None:
-        checkpointing.load(run, resume_from)
+        with startup.phase("resume", f"loading {resume_from}", f"loaded {resume_from}"):
+            checkpointing.load(run, resume_from)
     # It uses the weights as they are.
-    run.attachment = ranks.agreed(lambda: attach_activations(model, optimizer, config, plan, stages))
+    with startup.phase("attach", "attaching offloading to layers", "attached offloading to layers"):
+        run.attachment = ranks.agreed(lambda: attach_activations(model, optimizer, config, plan, stages))
     if resume_from is not None and waiting is not None:
-        checkpointing.load(run, resume_from, with_weights=False)
+        with startup.phase("resume", f"loading {resume_from}", f"loaded {resume_from}"):
+            checkpointing.load(run, resume_from, with_weights=False)
     run.begin_at(run.iteration)
     return run
 
