@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +23,6 @@ from hostward.errors import ModelError
 from hostward.model.layers import find_layers
 from hostward.model.parameters import local_of
 from hostward.plan.plan_file import PlanFile
-from hostward.runtime.host_tasks import own_threads
-from hostward.runtime.pinned_memory import HUGE_PAGE_BYTES, host_slab
 from hostward.trainer.models import empty_model, load_pretrained, meta_model, transformers_config
 from hostward.trainer.process_group import Ranks
 
@@ -158,20 +155,18 @@ def fill(
     device: torch.device,
     seed: int,
     *,
-    on_cpu: bool = False,
+    memory: torch.device | None = None,
 ) -> None:
     """Allocate the parts of a model that are here and fill them by draws, leaving the caller's generators unchanged.
 
     Args:
         models: the models that are here.
         named: the parameters of the whole model.
-        device: where weights are drawn, one at a time, and kept.
-        on_cpu: keep them on the CPU instead; for parameters that are not sharded.
+        device: where weights are drawn, one at a time; memory: where they are kept, by default there too.
     """
-    allocate = _cpu_memory_like if on_cpu else partial(torch.empty_like, device=device)
     parameters: dict[str, torch.Tensor] = {}
     for model in models:
-        model._apply(lambda tensor: allocate(tensor) if tensor.is_meta else tensor)
+        model._apply(lambda tensor: torch.empty_like(tensor, device=memory or device) if tensor.is_meta else tensor)
         if model.config.tie_word_embeddings:
             model.tie_weights()
         parameters |= dict(model.named_parameters())
@@ -184,17 +179,6 @@ def fill(
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         draws.carry_out(named, device, keep)
-
-
-def _cpu_memory_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Allocate CPU memory for a weight.
-
-    It is touched by all threads first: the copy that fills it is serial, and would wait for each page.
-    """
-    if tensor.nbytes < HUGE_PAGE_BYTES:
-        return torch.empty_like(tensor, device="cpu")
-    slab = host_slab(tensor.nbytes, owner="weights", threads=own_threads())
-    return slab.view(tensor.dtype).view(tensor.shape)
 
 
 def _part_of(name: str, whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -252,6 +236,6 @@ def build_on_cpu(
     """
     model, draws = without_memory(config, vocab_size, device, dtype)
     if draws is not None:
-        fill([model], draws, list(model.named_parameters()), device, seed, on_cpu=True)
+        fill([model], draws, list(model.named_parameters()), device, seed, memory=torch.device("cpu"))
     trained: torch.nn.Module = model.train()
     return trained
