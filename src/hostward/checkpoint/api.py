@@ -22,9 +22,10 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import pickle
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +36,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from hostward.checkpoint import files
 from hostward.checkpoint.async_saver import MODES as MODES, Mode as Mode, Saver as Saver
@@ -58,6 +59,7 @@ from hostward.errors import CheckpointError
 from hostward.model.parameter_names import matched
 from hostward.optim.state_dict import (
     PiecewiseState,
+    Rows,
     checked_dtypes,
     drops_masters,
     loads,
@@ -206,7 +208,7 @@ def load_with_state(
     """Load tensors as `load`, and return the optimizer's state of the same checkpoint without having read it.
 
     Both are checked before anything is written. `optimizer.load_state_dict` reads the state a piece at a time, so no
-    second copy of it exists (512 MiB, or the state of one parameter where that is more).
+    second copy of it exists (512 MiB; the state of one parameter where another program saved it whole).
 
     Args:
         optimizer: a `hostward.AdamW`, for whose parameters the checkpoint has state.
@@ -228,17 +230,18 @@ def load_with_state(
     # Saved with main weights in bf16, which are the weights, there is none: the optimizer takes it from the weight.
     without = {name for name in state if is_master(name)} if not any(map(is_master, names)) else set()
     later = {name: tensor for name, tensor in state.items() if name not in steps and name not in without}
-    pieces = pieces_of(state, LOADED_AT_ONCE_BYTES)
+    pieces = pieces_of(state, LOADED_AT_ONCE_BYTES, _in_large_chunks(metadata))
     reading = _Reading(path, {**into, **steps, **later}, ignore, metadata)
     _carry_out(reading, later, None if checked else Ranks(group))
     del state, later, reading
 
-    def read(members: Sequence[str]) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        tensors = empty_optimizer_tensors(optimizer, set(members))
+    def read(piece: Sequence[Rows]) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        # Of rows that are not read no memory of the host is written to, and so none is taken.
+        tensors = empty_optimizer_tensors(optimizer, {rows.name for rows in piece})
         wanted = {name: t for name, t in tensors.items() if not name.endswith("/step") and name not in without}
         reading = _Reading(path, wanted, names - set(wanted), metadata)
         reading.plan()
-        reading.read()
+        reading.read(rows=piece[0].rows)
         return cast("Mapping[str, Mapping[str, torch.Tensor]]", optimizer_state({}, wanted)["state"])
 
     return PiecewiseState({name: steps[f"{OPTIMIZER}{name}/step"] for name in known}, read, pieces)
@@ -256,6 +259,30 @@ def _carry_out(reading: _Reading, later: Collection[str], ranks: Ranks | None) -
         ranks.together(what, lambda: reading.read(but=later), stop)
     finally:
         ranks.close()
+
+
+def _rows_of(item: ReadItem, rows: slice) -> Iterator[ReadItem]:
+    """Yield what reads only these rows of the tensor that `item` fills; nothing where it fills none of them."""
+    into, source, count = item.dest_offsets[0], item.storage_offsets[0], item.lengths[0]
+    first, stop = max(into, rows.start), min(into + count, rows.stop)
+    if first < stop:
+        yield replace(
+            item,
+            dest_offsets=torch.Size((first, *item.dest_offsets[1:])),
+            storage_offsets=torch.Size((source + first - into, *item.storage_offsets[1:])),
+            lengths=torch.Size((stop - first, *item.lengths[1:])),
+        )
+
+
+def _in_large_chunks(metadata: Metadata) -> set[str]:
+    """Return the parameters of whose state a chunk is larger than what is read at a time: each row would read it."""
+    large = set()
+    for name, entry in metadata.state_dict_metadata.items():
+        if name.startswith(OPTIMIZER) and isinstance(entry, TensorStorageMetadata):
+            most = max((math.prod(chunk.sizes) for chunk in entry.chunks), default=0)
+            if most * entry.properties.dtype.itemsize > LOADED_AT_ONCE_BYTES:
+                large.add(name.removeprefix(OPTIMIZER).rsplit("/", 1)[0])
+    return large
 
 
 def load_some(path: Path, into: Mapping[str, torch.Tensor]) -> None:
@@ -323,10 +350,11 @@ class _Reading:
             self._plan = self._planner.create_local_plan()
         self._names = saved_names
 
-    def read(self, *, but: Collection[str] = ()) -> None:
-        """Fill the tensors, besides those with the names of `but`."""
+    def read(self, *, but: Collection[str] = (), rows: slice | None = None) -> None:
+        """Fill the tensors, besides those with the names of `but`, and of this process's parts only these rows."""
         left = {self._names.get(name, name) for name in but}
         items = [item for item in self._plan.items if item.dest_index.fqn not in left]
+        items = items if rows is None else [part for item in items for part in _rows_of(item, rows)]
         shares = self._reader.by_file(replace(self._plan, items=items), writer_count())
         with typed_failures(f"cannot load checkpoint {self.path}"):
             in_threads([partial(self._read, share) for share in shares], Stop())

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hostward.checkpoint.save_plan import Value
-from hostward.core.inventory import MOMENTS
+from hostward.core.inventory import FP8_BLOCK, MOMENTS
 from hostward.model.parameter_names import plain_name
-from hostward.model.parameters import is_plain
-from hostward.optim.state_dict import saved_dtypes
+from hostward.model.parameters import is_plain, local_of
+from hostward.optim.state_dict import Rows, saved_dtypes
 from hostward.optim.state_reader import Source, StateSources, Stretch
 
 if TYPE_CHECKING:
@@ -85,24 +85,36 @@ def _saved_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
             yield plain_name(f"{path}.{name}" if path else name), buffer
 
 
-def pieces_of(tensors: Mapping[str, torch.Tensor], at_once_bytes: int) -> list[list[str]]:
+def pieces_of(tensors: Mapping[str, torch.Tensor], at_once_bytes: int, uncut: Collection[str] = ()) -> list[list[Rows]]:
     """Return the parameters that have optimizer state among `tensors`, in groups of at most so many bytes of it.
 
+    A parameter with more state is cut into rows, which are groups of their own: as few as fit, but whole blocks of FP8
+    moments.
+
     Args:
-        tensors: by the names of `parts_of`. A parameter with more state is a group of its own.
+        tensors: by the names of `parts_of`; this process's parts count.
+        uncut: parameters that are read as a whole.
     """
-    sizes: dict[str, int] = {}
+    found: dict[str, list[torch.Tensor]] = {}
     for key, tensor in tensors.items():
         if key.startswith(OPTIMIZER):
-            name = key.removeprefix(OPTIMIZER).rsplit("/", 1)[0]
-            sizes[name] = sizes.get(name, 0) + tensor.nbytes
-    groups: list[list[str]] = []
+            found.setdefault(key.removeprefix(OPTIMIZER).rsplit("/", 1)[0], []).append(local_of(tensor))
+    groups: list[list[Rows]] = []
     held = at_once_bytes
-    for name, nbytes in sizes.items():
+    for name, parts in found.items():
+        nbytes = sum(part.nbytes for part in parts)
+        largest = max(parts, key=torch.numel)
+        if nbytes > at_once_bytes and name not in uncut and largest.dim():
+            block = FP8_BLOCK // math.gcd(FP8_BLOCK, largest.numel() // len(largest))
+            count = max(1, at_once_bytes * len(largest) // nbytes // block) * block
+            bounds = range(0, len(largest), count)
+            groups += [[Rows(name, slice(first, min(first + count, len(largest))))] for first in bounds]
+            held = at_once_bytes
+            continue
         if held + nbytes > at_once_bytes:
             groups.append([])
             held = 0
-        groups[-1].append(name)
+        groups[-1].append(Rows(name))
         held += nbytes
     return groups
 

@@ -93,6 +93,7 @@ from hostward.optim.state_dict import (
     OWNER,
     STATE_FORMAT,
     PiecewiseState,
+    Rows,
     StateAccess,
     Unmoved,
     check_same_cut,
@@ -877,16 +878,15 @@ class AdamW(torch.optim.Optimizer):
         self.backend.drain()
         state, settings = self._checked(given)
         require_known(state, self._by_name)
-        entries = self._entries(state, checked_dtypes(given, self.state_format))
+        self._check_entries(state, checked_dtypes(given, self.state_format))
         if self._executor.torn:
             # Gradients offloaded for the step that was interrupted must not be stepped with.
             self._executor.abort()
             self._grad_hooks.forget()
         self._executor.torn = True  # until all of it is written
-        entries = (
-            state.whole() if isinstance(state, PiecewiseState) else ((t.name, state[t.name]) for t in self._tracked)
-        )
-        set_from_master = [name for name, entry in entries if self._access.write(name, entry)]
+        pieces = state.whole() if isinstance(state, PiecewiseState) else ((Rows(n), state[n]) for n in self._by_name)
+        with_own_weight = [at.name for at, entry in pieces if self._access.write(at.name, entry, at.rows)]
+        set_from_master = list(dict.fromkeys(with_own_weight))
         self._set_groups(settings)
         if set_from_master:
             log.warning(
@@ -949,16 +949,13 @@ class AdamW(torch.optim.Optimizer):
         self._executor.torn = False
         self.backend.synchronise()
 
-    def _entries(
-        self, state: Mapping[str, Mapping[str, Any]], form: StateFormat
-    ) -> Iterable[tuple[str, Mapping[str, Any]]]:
-        """Check a saved state, and return its entries by name, to be read once. Raises CheckpointError."""
+    def _check_entries(self, state: Mapping[str, Mapping[str, Any]], form: StateFormat) -> None:
+        """Check a saved state. Raises CheckpointError."""
         if isinstance(state, PiecewiseState):  # whoever made it has compared it
             require_fp8(form, self.state_format)
             self._access.require_present()
-            return state.whole()
-        self._access.check(state, form)
-        return ((t.name, state[t.name]) for t in self._tracked)
+        else:
+            self._access.check(state, form)
 
     def _checked(self, given: Mapping[str, Any]) -> tuple[Mapping[str, Mapping[str, Any]], list[dict[str, Any]]]:
         """Return the state by this optimizer's names, and what the groups set. Raises CheckpointError."""

@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any
 
@@ -121,16 +121,21 @@ class StateAccess:
     def _empty_count(self, name: str) -> list[torch.Tensor]:
         return [self.empty_counts[name]] if name in self.empty_counts else []
 
-    def write(self, name: str, saved: Mapping[str, torch.Tensor]) -> bool:
+    def write(self, name: str, saved: Mapping[str, torch.Tensor], rows: slice | None = None) -> bool:
         """Write a state that `check` has passed. Without a "master" an fp32 main weight is the weight that there is.
+
+        Args:
+            rows: of this process's part, the only ones that are written; in elements whole blocks of FP8 moments. None:
+                all of them.
 
         Returns whether the weight was set, because it was not the rounded fp32 main weight.
         """
         with self._there(name):
-            return self._write(name, saved)
+            return self._write(name, saved, rows)
 
-    def _write(self, name: str, saved: Mapping[str, torch.Tensor]) -> bool:
+    def _write(self, name: str, saved: Mapping[str, torch.Tensor], rows: slice | None) -> bool:
         parameter = self._tracked[name].local
+        span = _elements_of(rows, parameter)
         saved = {role: self._tracked[name].part_of(value) for role, value in saved.items() if role != "step"} | {
             "step": saved["step"]
         }
@@ -140,7 +145,7 @@ class StateAccess:
         master = saved["master"].reshape(-1) if "master" in saved and self.has_master(name) else None
         set_weight = False
         if master is not None:
-            for part in _parts(parameter.numel()):
+            for part in _parts(span.stop, span.start):
                 new_weight = rounded(master[part].to(weight.device), parameter.dtype)
                 if not same_bits(new_weight, weight[part]):
                     weight[part].copy_(new_weight)
@@ -148,15 +153,19 @@ class StateAccess:
             if set_weight and not parameter.data.is_contiguous():  # a contiguous one was written through its flat view
                 parameter.data.copy_(weight.view(parameter.shape))
         for state, index, r in self._pieces.get(name, ()):
-            views = dict(slab_views(state, index))
-            for role in MOMENTS:
-                _write_moment(views, role, saved[role].reshape(-1)[r.start : r.stop])
             state.counts.data[index] = int(saved["step"])
+            here = slice(max(r.start, span.start), min(r.stop, span.stop))
+            if here.start >= here.stop:
+                continue
+            part = slice(here.start - r.start, here.stop - r.start)
+            views = _views_of(state, index, part)
+            for role in MOMENTS:
+                _write_moment(views, role, saved[role].reshape(-1)[here])
             if master is not None:
-                _set_low(state, views, master[r.start : r.stop])
+                _set_low(state, views, master[here])
             else:
-                _seed_low(views, weight[r.start : r.stop])
-            _refresh_host_weight(state, index, weight[r.start : r.stop])
+                _seed_low(views, weight[here])
+            _refresh_host_weight(state, index, weight[here], part)
         return set_weight
 
     def reseed(self, name: str) -> None:
@@ -325,12 +334,26 @@ def _flat(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.data.reshape(-1)
 
 
-def _parts(numel: int) -> Iterator[slice]:
+def _elements_of(rows: slice | None, part: torch.Tensor) -> slice:
+    """Return the elements of these rows, which follow one another; of all for None."""
+    if rows is None:
+        return slice(0, part.numel())
+    below = part.numel() // len(part)
+    return slice(rows.start * below, rows.stop * below)
+
+
+def _views_of(state: BucketState, index: int, part: slice) -> dict[str, torch.Tensor]:
+    """Return `slab_views` of some elements of a range, which begin with a block of FP8 moments."""
+    blocks = slice(part.start // FP8_BLOCK, -(-part.stop // FP8_BLOCK))
+    return {role: view[blocks if role.endswith("_scales") else part] for role, view in slab_views(state, index)}
+
+
+def _parts(stop: int, start: int = 0) -> Iterator[slice]:
     """Return slices in which fp32 main weights are split, joined and rounded.
 
     They bound the memory for intermediate results, on the device as well.
     """
-    return (slice(start, start + _PART_ELEMENTS) for start in range(0, numel, _PART_ELEMENTS))
+    return (slice(first, min(first + _PART_ELEMENTS, stop)) for first in range(start, stop, _PART_ELEMENTS))
 
 
 _PART_ELEMENTS = 4 << 20
@@ -411,9 +434,9 @@ def _seed_low(views: Mapping[str, torch.Tensor], weight: torch.Tensor) -> None:
         views["master"].copy_(weight.to(torch.float32))
 
 
-def _refresh_host_weight(state: BucketState, index: int, weight: torch.Tensor) -> None:
+def _refresh_host_weight(state: BucketState, index: int, weight: torch.Tensor, part: slice = slice(None)) -> None:
     if state.placement is Placement.HOST:
-        state.weights[index].data.copy_(weight)
+        state.weights[index].data[part].copy_(weight)
 
 
 # The form of a state dict.
@@ -611,6 +634,14 @@ def check_same_names(what: str, theirs: Sequence[Sequence[str]], mine: Sequence[
 # Callers whose use of a state dict differs from that of all others.
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Name some rows of this process's part of a parameter, or all of it (None)."""
+
+    name: str
+    rows: slice | None = None
+
+
 class PiecewiseState(Mapping[str, Mapping[str, Any]]):
     """A saved state in the place of `state`, read a piece at a time while it is loaded: no second copy of it exists.
 
@@ -618,16 +649,16 @@ class PiecewiseState(Mapping[str, Mapping[str, Any]]):
 
     Args:
         steps: step counts by the optimizer's names, int64 [].
-        read: returns the other entries of some names, as `StateAccess.read` names them; they are no longer used when
-            it is called again.
-        pieces: the names in the order and the groups in which they are read.
+        read: returns the other entries of some parameters by name, as `StateAccess.read` names them, with the rows
+            that were asked for filled; they are no longer used when it is called again.
+        pieces: what is read together, in order. No name comes twice in one of them.
     """
 
     def __init__(
         self,
         steps: Mapping[str, torch.Tensor],
-        read: Callable[[Sequence[str]], Mapping[str, Mapping[str, torch.Tensor]]],
-        pieces: Sequence[Sequence[str]],
+        read: Callable[[Sequence[Rows]], Mapping[str, Mapping[str, torch.Tensor]]],
+        pieces: Sequence[Sequence[Rows]],
     ) -> None:
         self._steps, self._read, self._pieces = steps, read, pieces
 
@@ -640,11 +671,14 @@ class PiecewiseState(Mapping[str, Mapping[str, Any]]):
     def __len__(self) -> int:
         return len(self._steps)
 
-    def whole(self) -> Iterator[tuple[str, Mapping[str, torch.Tensor]]]:
-        """Return all entries by name. Raises what reading raises."""
-        for names in self._pieces:
-            for name, entry in self._read(names).items():
-                yield name, {"step": self._steps[name], **entry}
+    def whole(self) -> Iterator[tuple[Rows, Mapping[str, torch.Tensor]]]:
+        """Yield all rows of all entries, and the entry whose rows they are. Raises what reading raises."""
+        for piece in self._pieces:
+            entries = dict(self._read(piece))
+            for rows in piece:
+                entry = {"step": self._steps[rows.name], **entries.pop(rows.name)}
+                yield rows, entry
+                entry.clear()  # whoever still has it keeps no memory while the next piece is read
 
 
 class Unmoved:

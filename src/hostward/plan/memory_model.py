@@ -112,7 +112,7 @@ class MemoryModel:
         self._facts = Facts(workload)
         self._passes = Passes(self._facts)
         sizes = workload.inventory.saved_bytes
-        self._loaded_bytes = min(sum(sizes), max([LOADED_AT_ONCE_BYTES, *sizes]))
+        self._loaded_bytes = min(sum(sizes), LOADED_AT_ONCE_BYTES)
         """Host bytes of what is read of a state at a time, besides the state that is being filled."""
         chunks = (-(-r.numel // SPLIT_ELEMENTS) for bucket in workload.inventory.buckets for r in bucket.ranges)
         self._partial_bytes = _PARTIAL_BYTES * sum(chunks)
@@ -247,7 +247,7 @@ def _check(workload: Workload, choice: Choice) -> None:
 PIECE_BYTES = 32 * 1024 * 1024
 """Largest piece in which tensors are read, written and checked."""
 LOADED_AT_ONCE_BYTES = 512 * 1024 * 1024
-"""State of parameters that is read from a checkpoint at a time, unless a single one has more."""
+"""State of parameters that is read from a checkpoint at a time."""
 BLOCK_BYTES = 4096
 """Unit of places in files and of lengths where I/O bypasses the page cache: a multiple of a page and of any disk's
 block.
