@@ -55,6 +55,16 @@ def test_rounds_wait_for_those_before() -> None:
     assert timeline.ends_s == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
 
 
+def test_what_waits_for_later_work_is_an_error() -> None:
+    """Seen red: times of a lane that never goes on."""
+    program = Program()
+    program.add("first", Queue.H2D, 1.0, [1])
+    program.add("second", Queue.H2D, 1.0)
+    with pytest.raises(ValueError, match="issued after it"):
+        run(program)
+    assert run(Program(), rounds=2).ends_s == []
+
+
 programs = st.lists(
     st.tuples(st.sampled_from(list(Queue)), st.floats(0, 5), st.lists(st.integers(0, 30), max_size=3)),
     min_size=1,
