@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from heapq import heappop, heappush
 from itertools import product
 from typing import Generic, Protocol, TypeVar
 
@@ -246,18 +247,28 @@ class Judged(Protocol):
         """Return a lower bound on these seconds that needs no simulation."""
         ...
 
+    @property
+    def closer_s(self) -> float:
+        """Return a bound that is closer and needs a simulation of less than a step."""
+        ...
+
 
 J = TypeVar("J", bound=Judged)
 
 
 def fastest(judged: Iterable[J]) -> J | None:
     """Return the first by `order`, and simulate no more than it takes to know it; None if there are none."""
-    best: J | None = None
-    for candidate in sorted(judged, key=lambda c: c.least_s):
-        if best is not None and candidate.least_s > best.order[0]:
-            break
-        best = candidate if best is None else min(best, candidate, key=lambda c: c.order)
-    return best
+    ordered = sorted(judged, key=lambda c: c.least_s)
+    bounds = [(candidate.least_s, False, at) for at, candidate in enumerate(ordered)]
+    best: tuple[tuple[float, int, int], int] | None = None
+    while bounds and (best is None or bounds[0][0] <= best[0][0]):
+        _, close, at = heappop(bounds)
+        if close:
+            found = ordered[at].order, at
+            best = found if best is None else min(best, found)
+        else:
+            heappush(bounds, (ordered[at].closer_s, True, at))
+    return None if best is None else ordered[best[1]]
 
 
 @dataclass
@@ -408,7 +419,7 @@ class PatternSearch(Generic[J]):
                 for judged in self.filled(choice, (streamed,)):
                     over = self.excess_bytes(judged)
                     fits = over == excess == 0 and judged.least_s < bound_s
-                    if over < excess or (fits and judged.order[0] < limit_s):
+                    if over < excess or (fits and judged.closer_s < limit_s and judged.order[0] < limit_s):
                         return judged
             return None
 

@@ -81,13 +81,20 @@ class Candidate:
 
     @property
     def is_predicted(self) -> bool:
-        """Return whether the time of a step has been predicted."""
-        return "prediction" in vars(self)
+        """Return whether the time of a step, or a close bound on it, has been asked for."""
+        return not vars(self).keys().isdisjoint(("prediction", "closer_s"))
 
     @cached_property
     def least_s(self) -> float:
         """Return a lower bound on the predicted step time, which needs no simulation."""
         return max(least_s(self.costs, self.choice, self.needs), self.plain.prediction.step_s if self.plain else 0.0)
+
+    @cached_property
+    def closer_s(self) -> float:
+        """Return a closer lower bound, which needs a simulation of one microbatch."""
+        if self.costs.workload.microbatches <= 2:
+            return self.least_s
+        return max(self.least_s, least_s(self.costs, self.choice, self.needs, simulated=True))
 
     @property
     def order(self) -> tuple[float, int, int]:
@@ -166,7 +173,7 @@ class Frontier:
             return best
         limit_s = best.prediction.step_s * (1 + _ALIKE)
         fewer = (c for c in self._seen.values() if c.least_s <= limit_s and not budgets.over(c.needs))
-        alike = [c for c in fewer if c.prediction.step_s <= limit_s]
+        alike = [c for c in fewer if c.closer_s <= limit_s and c.prediction.step_s <= limit_s]
         return min(alike, key=lambda c: (len(c.choice.offloaded_weights), c.order))
 
     def _nearly_fits(self, budgets: Budgets) -> bool:

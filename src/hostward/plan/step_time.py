@@ -301,12 +301,16 @@ def predict_of(costs: Costs, choice: Choice, needs: Needs) -> Prediction:
     return _prediction(costs, program, timeline, pair_s, pair_busy_s)
 
 
-def least_s(costs: Costs, choice: Choice, needs: Needs) -> float:
+def least_s(costs: Costs, choice: Choice, needs: Needs, *, simulated: bool = False) -> float:
     """Return a lower bound on the seconds of `predict`, where all buckets are of the workload's layers.
 
     No part of a step is shorter than its compute, nor than what the other lanes do in it: in the last backward until
     the norm is known and all gradients are on the host; from then to the last layer of the next forward; and in each
     microbatch in between.
+
+    Args:
+        simulated: the microbatches that are not next to a step count with their predicted seconds, which takes a
+            simulation of one of them.
     """
     workload, layers, lanes = costs.workload, costs.layers, costs.lanes_s
     again_s, offloads_s, reloads_s = costs.activations_s(choice.activations)
@@ -332,7 +336,10 @@ def least_s(costs: Costs, choice: Choice, needs: Needs) -> float:
         summed = choice.gradients_on_host
         between_s = lanes(moved.gradients_between_s, 0.0, moved.added_between_s) if summed else 0.0
         forward_s = max(forward_s, lanes(offloads_s, fetch_again_s, 0.0))
-        total_s += (workload.microbatches - 1) * (max(backward_s, between_s) + forward_s)
+        pair_s = max(backward_s, between_s) + forward_s
+        total_s += (workload.microbatches - 1) * pair_s
+        if simulated and workload.microbatches > 2:
+            total_s += (workload.microbatches - 2) * (_between_s(costs, choice, needs)[0] - pair_s)
     return total_s * _ROUNDING
 
 
