@@ -338,7 +338,13 @@ def layer_of(name: str) -> str:
 
 def bucket_as_asked(buckets: Sequence[Bucket]) -> Bucket:
     """Return the first bucket whose state has the format that is asked for; the first one if there are no matrices."""
-    return next((bucket for bucket in buckets if bucket.form.fp8_moments), buckets[0])
+    form = None
+    for bucket in buckets:
+        if bucket.form is not form:  # thousands of buckets share a few formats
+            form = bucket.form
+            if form.fp8_moments:
+                return bucket
+    return buckets[0]
 
 
 def bucket_cap(numel: int) -> int:

@@ -207,16 +207,17 @@ def placements_of(buckets: Sequence[Bucket], fraction: float, streamed_fraction:
         share = asked_bytes / small_bytes
     tolerance = min(share, 1 - share)
     seen = streamed = 0
+    on_host, by_stream = Placement.HOST, Placement.STREAMED
     for size in offloaded:
         if among_small and size > largest:
-            placements.append(Placement.HOST)
+            placements.append(on_host)
             continue
         seen += size
         if share and share * seen - streamed >= tolerance * size:
-            placements.append(Placement.STREAMED)
+            placements.append(by_stream)
             streamed += size
         else:
-            placements.append(Placement.HOST)
+            placements.append(on_host)
     return placements
 
 
@@ -252,8 +253,8 @@ def sharing(buckets: Sequence[Bucket]) -> Sequence[Sequence[int]]:
 
 def summed_among(shared: Sequence[Sequence[int]], placements: Sequence[Placement]) -> frozenset[int]:
     """Return what `summed_on_host` does, of buckets whose `sharing` is known."""
-    found = {b for b, placement in enumerate(placements) if placement is Placement.HOST}
-    before = -1
+    host, before = Placement.HOST, -1
+    found = {b for b, placement in enumerate(placements) if placement is host}
     while before != len(found):
         before = len(found)
         for positions in shared:

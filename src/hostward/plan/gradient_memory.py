@@ -51,7 +51,9 @@ class Facts:
         self.bucket_itemsize = np.array([bucket.dtype.itemsize_bytes for bucket in buckets], np.int64)
         self.state_bytes = np.array([b.padded_state_bytes for b in buckets], np.int64)
         """Bytes of each bucket's state, with that padding."""
-        self.slot_bytes = np.array([staging_buffer_bytes([streamed_bytes(bucket)]) for bucket in buckets], np.int64)
+        sizes = [streamed_bytes(bucket) for bucket in buckets]
+        slots = {size: staging_buffer_bytes([size]) for size in set(sizes)}  # of thousands of buckets, few differ
+        self.slot_bytes = np.array([slots[size] for size in sizes], np.int64)
         """Bytes of a GPU staging buffer for each bucket."""
         self.late = late_trigger_bucket(self.numels)
         """Bucket at whose ready gradient staging buffers are acquired, where other copies use the H2D lane."""

@@ -32,6 +32,7 @@ KERNEL_TABLES_BYTES = 2 * MIB
 _PARTIAL_BYTES = 12
 """Gradient norm's bytes for each chunk of a gradient."""
 _SCALARS_BYTES = 12
+_NAMES = {owner: owner.value for owner in Owner}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,17 +118,20 @@ class MemoryModel:
         chunks = (-(-r.numel // SPLIT_ELEMENTS) for bucket in workload.inventory.buckets for r in bucket.ranges)
         self._partial_bytes = _PARTIAL_BYTES * sum(chunks)
         self._save_bytes = save_bytes(workload)
+        self._weight_bytes = workload.weight_bytes
+        self._repeated = workload.repeated
+        self._frozen = [layer for layer in self._repeated if layer.frozen_weight_bytes]
         self._gradients: dict[tuple[tuple[Placement, ...], bool, bool], Gradients] = {}
 
     def required(self, choice: Choice) -> Needs:
         """Predict the needs of a run in each of its phases. Raises ConfigError for a choice of another workload."""
-        _check(self.workload, choice)
+        self._check(choice)
         # Gradients do not depend on the treatment of activations.
         key = choice.placements, choice.gradients_on_host, choice.overlapped
         gradients = self._gradients[key] = self._gradients.get(key) or Gradients(self._facts, choice)
         layers = self._passes.layers(choice)
         step = StepModel(self._facts, layers, choice, gradients)
-        frozen = sum(la.frozen_weight_bytes for la in self.workload.repeated if la.name in choice.offloaded_weights)
+        frozen = sum([la.frozen_weight_bytes for la in self._frozen if la.name in choice.offloaded_weights])
         host, pinned = self._host(choice, gradients, layers.parked_bytes, frozen)
         stepped = self._facts.state_bytes + self._facts.step_counts_bytes
         state = int(stepped[gradients.is_on[Placement.DEVICE]].sum())
@@ -142,7 +146,7 @@ class MemoryModel:
         # cannot stay on the CPU where several ranks shard a model.
         alone = self.workload.layers if self.workload.ranks == 1 else ()
         waiting = [layer.weight_bytes for layer in alone if layer.name in choice.offloaded_weights]
-        there = self.workload.weight_bytes - sum(waiting) + max(waiting, default=0)
+        there = self._weight_bytes - sum(waiting) + max(waiting, default=0)
         loading = {**rest, Owner.WEIGHTS: there, Owner.WORKSPACE: self._partial_bytes}
         buffers, copy = self._save_bytes
         kept = copy if self.workload.snapshot else 0
@@ -164,6 +168,20 @@ class MemoryModel:
             _phase(SLEEP, {}, _with(host, state, resident), _with(pinned, state, resident)),
         )
         return Needs(phases, slots.count, slots.stage_at)
+
+    def _check(self, choice: Choice) -> None:
+        buckets, layers = len(self.workload.inventory.buckets), len(self._repeated)
+        fix = "make the choice for this workload"
+        if len(choice.placements) != buckets:
+            raise ConfigError(f"{len(choice.placements)} placements for {buckets} buckets", fix=fix)
+        if len(choice.activations) != layers:
+            raise ConfigError(f"{len(choice.activations)} choices of activations for {layers} layers", fix=fix)
+        if choice.offloaded_weights:
+            unknown = choice.offloaded_weights - {layer.name for layer in self._repeated}
+            if unknown:
+                raise ConfigError(
+                    f"weights of {min(unknown)!r} are to be offloaded, which is none of the layers", fix=fix
+                )
 
     def _host(
         self, choice: Choice, gradients: Gradients, parked_bytes: float, frozen: int
@@ -226,19 +244,7 @@ def save_bytes(workload: Workload) -> tuple[int, int]:
 def _phase(
     name: str, device: Mapping[Owner, float], host: Mapping[Owner, float], pinned: Mapping[Owner, float]
 ) -> PhaseNeeds:
-    return PhaseNeeds(name, *({o.value: round(v) for o, v in held.items() if v} for held in (device, host, pinned)))
-
-
-def _check(workload: Workload, choice: Choice) -> None:
-    buckets, layers = len(workload.inventory.buckets), len(workload.repeated)
-    fix = "make the choice for this workload"
-    if len(choice.placements) != buckets:
-        raise ConfigError(f"{len(choice.placements)} placements for {buckets} buckets", fix=fix)
-    if len(choice.activations) != layers:
-        raise ConfigError(f"{len(choice.activations)} choices of activations for {layers} layers", fix=fix)
-    unknown = choice.offloaded_weights - {layer.name for layer in workload.repeated}
-    if unknown:
-        raise ConfigError(f"weights of {min(unknown)!r} are to be offloaded, which is none of the layers", fix=fix)
+    return PhaseNeeds(name, *({_NAMES[o]: round(v) for o, v in held.items() if v} for held in (device, host, pinned)))
 
 
 # Host memory that a save needs besides the state: constants of the checkpoint writer that plans count with.

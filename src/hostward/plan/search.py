@@ -335,10 +335,11 @@ class Frontier:
         share = balanced_share(speeds, workload)
 
         def shares(part: int, keep: Keep) -> Sequence[float]:
-            early = balanced_share(speeds, workload, min(1.0, ahead[keep] * _EVEN_PARTS / part))
             # Streamed state needs staging buffers and pinned memory: two shares use it in two ways.
-            both = part % _BOTH_AT == 0 or part <= _BOTH_AT
-            return (share, early) if both and abs(early - share) > _SAME_SHARE else (share,)
+            if part % _BOTH_AT and part > _BOTH_AT:
+                return (share,)
+            early = balanced_share(speeds, workload, min(1.0, ahead[keep] * _EVEN_PARTS / part))
+            return (share, early) if abs(early - share) > _SAME_SHARE else (share,)
 
         for keep in _EVEN:
             self._alike(0.0, 0.0, keep, frozenset())
@@ -440,7 +441,7 @@ def read_ahead(costs: Costs, choice: Choice, needs: Needs) -> float:
     streamed = [b for b, p in zip(buckets, choice.placements, strict=True) if p is Placement.STREAMED]
     if not streamed or not choice.overlapped:
         return 0.0
-    size_bytes = staging_buffer_bytes([streamed_bytes(b) for b in streamed])
+    size_bytes = staging_buffer_bytes(list({streamed_bytes(b) for b in streamed}))
     slot_s = size_bytes / costs.speeds.h2d_bytes_per_s
     keep = costs.keep_of(choice)
     over_s, ends_s = 0.0, {}

@@ -262,6 +262,12 @@ class LayerMemory:
         """Whether saved tensors or weights are copied to the device in backward."""
 
     @cached_property
+    def starts(self) -> dict[str, int]:
+        """Return the first moment of each layer in forward, by name; of several with one name, that of the first."""
+        starts = zip(self._workload.layers, self.forward.starts.tolist(), strict=True)
+        return {layer.name: start for layer, start in reversed(list(starts))}
+
+    @cached_property
     def evaluation(self) -> dict[Owner, float]:
         """Return the largest device bytes of a microbatch's forward without backward, once the step is done."""
         # Within a checkpointed layer nothing is saved, as without gradients.
@@ -425,7 +431,7 @@ class StepModel:
     """
 
     def __init__(self, facts: Facts, layers: LayerMemory, choice: Choice, gradients: Gradients) -> None:
-        self._facts, self.layers, self._workload = facts, layers, facts.workload
+        self._facts, self.layers = facts, layers
         self._gradients, self._captured, self._serial = gradients, choice.captured, choice.serial
         sizes = facts.slot_bytes[gradients.is_on[Placement.STREAMED]]
         self._slot_bytes = int(sizes.max(initial=0))
@@ -500,8 +506,7 @@ class StepModel:
         lowest = np.minimum.accumulate(self._facts.ready)
         at = np.searchsorted(-lowest, -np.array(slots.stage_at, np.int64))
         staged = np.append(self._ready_at, len(totals) - 1)[at].tolist()
-        starts = reversed(list(zip(self._workload.layers, self.layers.forward.starts.tolist(), strict=True)))
-        uses = {layer.name: start for layer, start in starts} if slots.unstage_at else {}
+        uses = self.layers.starts if slots.unstage_at else {}
         behind = max(uses.values(), default=0)
         back = [behind if layer is None else uses[layer] for layer in slots.unstage_at]
 
