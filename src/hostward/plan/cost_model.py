@@ -292,6 +292,10 @@ class Unit:
     summed_gradient_s: tuple[float, float]
     """The same where the host accumulates gradients, and the seconds in which it adds it to its sum."""
 
+    def offloaded_gradient_s(self, *, summed: bool) -> tuple[float, float]:
+        """Return the seconds to offload its gradient and to add it to the sum where the host accumulates gradients."""
+        return self.summed_gradient_s if summed else (self.gradient_s, 0.0)
+
 
 @dataclass(frozen=True, slots=True)
 class KeepCost:
@@ -356,7 +360,7 @@ class Costs:
         self._stretches = _stretches(self._buckets)
         self._merge_below = sum(self.numels) / LARGEST_UNIT
         self._units: dict[tuple[Placement, ...], list[Unit]] = {}
-        self._units_by_layer: dict[tuple[Placement, ...], dict[str, list[Unit]]] = {}
+        self._gradient_copies: dict[tuple[tuple[Placement, ...], bool], dict[str, list[tuple[float, float]]]] = {}
         self._units_of: dict[tuple[int, tuple[Placement, ...]], list[Unit]] = {}
         """Of each stretch, by the placements of its buckets: those of one layer are few."""
         self._moved: dict[tuple[tuple[Placement, ...], bool], Moved] = {}
@@ -504,13 +508,18 @@ class Costs:
             numels[placement] += bucket.numel
         return found + [self._unit(placement, run) for placement, run in runs.items()]
 
-    def units_by_layer(self, choice: Choice) -> Mapping[str, Sequence[Unit]]:
-        """Return the units of each layer, cached by placements."""
-        if choice.placements not in self._units_by_layer:
-            found = self._units_by_layer[choice.placements] = dict[str, list[Unit]]()
-            for unit in self.units(choice):
-                found.setdefault(unit.layer, []).append(unit)
-        return self._units_by_layer[choice.placements]
+    def gradient_copies(self, choice: Choice) -> Mapping[str, Sequence[tuple[float, float]]]:
+        """Return the seconds of each layer's copies of gradients to the host and of their accumulation there, in order
+        of backward, cached by placements.
+        """
+        key = choice.placements, choice.gradients_on_host
+        if key not in self._gradient_copies:
+            found = self._gradient_copies[key] = dict[str, list[tuple[float, float]]]()
+            for unit in reversed(self.units(choice)):
+                if unit.placement is Placement.HOST:
+                    copy = unit.offloaded_gradient_s(summed=choice.gradients_on_host)
+                    found.setdefault(unit.layer, []).append(copy)
+        return self._gradient_copies[key]
 
     def layer_of_bucket(self, bucket: int) -> int:
         """Return the layer of a bucket; the first layer where none has that name, as a caller may name layers
@@ -540,7 +549,7 @@ class Costs:
         offloaded = [u for u in units if u.placement is not Placement.DEVICE]
         host = [u for u in offloaded if u.placement is Placement.HOST]
         streamed = [u for u in offloaded if u.placement is Placement.STREAMED]
-        copies = [u.summed_gradient_s if summed else (u.gradient_s, 0.0) for u in host]
+        copies = [u.offloaded_gradient_s(summed=summed) for u in host]
         # Compute waits for gradients with a delay of some layers, and their copies for landing buffers.
         late = {cost.layer.name for cost in self.layers[:LAYERS_IN_FLIGHT]}
         over = [copy for unit, copy in zip(host, copies, strict=True) if unit.layer not in late]

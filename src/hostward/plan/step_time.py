@@ -40,7 +40,6 @@ class StepTimeline:
         self.costs, self.choice = costs, choice
         self.program = Program()
         self.keep = costs.keep_of(choice)
-        self.units = costs.units_by_layer(choice)
         self.moved = costs.moved(choice)
         self.leaving = [i for i in costs.repeated if self.keep[i] in LEAVES]
         self.window = max(1, len(costs.repeated) - len(self.leaving))
@@ -131,42 +130,38 @@ class StepTimeline:
                 prefetched.
         """
         costs, add, computes, on_host = self.costs, self.program.add, self.computes, self.choice.gradients_on_host
+        copies = costs.gradient_copies(self.choice) if last or on_host else {}
+        added, newest, backward_s, anew = self.added, self._newest, self._backward_s, costs.workload.fetched_anew
         reloads: dict[int, int] = {}
         waiting = self.leaving[: max(0, len(costs.repeated) - self.window)]
         place = len(costs.repeated)
-        downloads: list[int] = []
+        downloaded: list[int] = []
         left_before: list[Sequence[int]] = [()] * LAYERS_IN_FLIGHT
-        leaves = last or on_host
-        began_s = left_s = sum(self._backward_s)
+        began_s = left_s = sum(backward_s)
         for i in reversed(range(len(costs.layers))):
             cost = costs.layers[i]
             if cost.layer.repeated:
                 place -= 1
                 while waiting and costs.place_of[waiting[-1]] >= place - self.window:
                     u = waiting.pop()
-                    waits = self._newest(self._newest([], computes), self.offloads[u])
+                    waits = newest(newest([], computes), self.offloads[u])
                     reloads[u] = add("reload", _H2D, costs.kept(u, self.keep[u]).reload_s, waits)
             if last and len(self.reads) < self.slots:
                 self._stage(i, began_s, began_s - left_s)
-            left_s -= self._backward_s[i]
-            waits = list(left_before[-LAYERS_IN_FLIGHT])
+            left_s -= backward_s[i]
+            waits = [*left_before[-LAYERS_IN_FLIGHT]]
             if i in reloads:
                 waits.append(reloads[i])
-            if i in self.fetched and costs.workload.fetched_anew:
+            if anew and i in self.fetched:
                 waits.append(self._fetch(i))
-            computes.append(add("backward", _COMPUTE, self._backward_s[i], waits))
-            for unit in reversed(self.units.get(cost.layer.name, ())) if leaves else ():
-                if unit.placement is not Placement.HOST:
-                    continue
-                copy_s, added_s = unit.summed_gradient_s if on_host else (unit.gradient_s, 0.0)
-                waits = computes[-1:]
+            computes.append(computed := add("backward", _COMPUTE, backward_s[i], waits))
+            for copy_s, added_s in copies.get(cost.layer.name, ()):
+                waits = newest([computed], added, -LANDING_BUFFERS) if on_host else [computed]
+                downloaded = [add("gradient", _D2H, copy_s, waits)]
                 if on_host:
-                    self._newest(waits, self.added, -LANDING_BUFFERS)
-                downloads.append(add("gradient", _D2H, copy_s, waits))
-                if on_host:
-                    self.added.append(add("add", _HOST, added_s, downloads[-1:]))
-            left_before.append(downloads[-1:])
-        self.downloaded = downloads[-1:]
+                    added.append(add("add", _HOST, added_s, downloaded))
+            left_before.append(downloaded)
+        self.downloaded = downloaded
 
     @cached_property
     def _backward_s(self) -> Sequence[float]:
