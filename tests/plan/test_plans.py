@@ -249,6 +249,16 @@ def test_what_is_found_by_bounds_is_the_first_of_all(asked: Budgets, several: bo
     assert of.nearest(asked) is min(of.candidates, key=lambda c: (missing[c.choice], c.order))
 
 
+@given(budgets, st.booleans())
+@settings(deadline=None)
+def test_where_the_smallest_choice_fits_the_frontier_has_one_that_does(asked: Budgets, several: bool) -> None:
+    """Seen red: a smallest choice that is taken to fit where it does not, and one that never does."""
+    of = frontier(several)
+    unweighed = Frontier(of.workload, H200, required, weighed=False)
+    assert not unweighed.smallest_fits(asked) or of.best(asked) is not None
+    assert unweighed.smallest_fits(Budgets())
+
+
 def test_the_last_layers_stay_where_there_are_several_kinds() -> None:
     """Seen red: each kind rounded up by itself."""
     wide = tuple(

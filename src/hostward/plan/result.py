@@ -205,8 +205,13 @@ def _fixes(question: Question, frontier: Frontier, known: Sequence[Candidate], r
 
 
 def _fits(question: Question, speeds: Speeds) -> bool:
-    required = required_of(question.workload)
-    return Frontier(question.workload, speeds, required, question.forced).fits(question.budgets)
+    asked = question.workload, speeds, required_of(question.workload), question.forced
+    return _smallest_fits(asked, question.budgets) or Frontier(*asked).fits(question.budgets)
+
+
+def _smallest_fits(asked: tuple[Workload, Speeds, Required, Forced], budgets: Budgets) -> bool:
+    """Return whether something fits without a frontier, which takes a hundred estimates and more."""
+    return Frontier(*asked, weighed=False).smallest_fits(budgets)
 
 
 def _raised(question: Question, name: str, known: Sequence[Candidate]) -> Fix | None:
@@ -254,8 +259,9 @@ def _more_gpus(question: Question) -> Fix | None:
         budgets = replace(budgets, device_bytes=default_budgets(hardware, 2).device_bytes)
 
     def fits(tried: Workload) -> bool:
-        required, speeds = required_of(tried), speeds_of(hardware, tried.ranks)
-        return _may_fit(tried, budgets, required) and Frontier(tried, speeds, required, forced).fits_at_last(budgets)
+        asked = tried, speeds_of(hardware, tried.ranks), required_of(tried), forced
+        may = _may_fit(tried, budgets, asked[2])
+        return may and (_smallest_fits(asked, budgets) or Frontier(*asked).fits_at_last(budgets))
 
     # More ranks than a tensor has rows take more memory again, so the numbers are tried one after the other.
     for doublings in range(1, _MOST_DOUBLINGS + 1):

@@ -44,6 +44,8 @@ _ALIKE = 0.005
 _NEARLY = 0.1
 """Share of a budget by which the nearest candidate may exceed it where the planner still searches around it."""
 _EVEN = (Keep.KEEP, Keep.ELEMENTWISE, Keep.RECOMPUTE)
+_SMALLEST = Keep.RECOMPUTE_OFFLOAD
+"""Treatment of all layers that keeps least of them on the device."""
 
 
 def _only(share: float, _: int) -> Sequence[float]:
@@ -110,6 +112,7 @@ class Frontier:
         forced: what the planner may not choose.
         most_bytes: the device's memory. Choices beyond it are estimated only as they come up, until `widen`; None:
             all are.
+        weighed: False: no choice is estimated yet.
     """
 
     def __init__(
@@ -119,6 +122,8 @@ class Frontier:
         required: Required,
         forced: Forced | None = None,
         most_bytes: int | None = None,
+        *,
+        weighed: bool = True,
     ) -> None:
         self.workload = workload
         self._most_bytes = math.inf if most_bytes is None else most_bytes
@@ -138,7 +143,8 @@ class Frontier:
         self._add(plain)
         last_resort = workload.ranks > 1 and self._forced.offloaded_weights is None
         self._sets = [frozenset()] if last_resort else self._weight_sets()
-        self._weigh_all()
+        if weighed:
+            self._weigh_all()
 
     def widen(self) -> None:
         """Estimate also the choices beyond the device's memory, to find what more memory would allow."""
@@ -151,10 +157,21 @@ class Frontier:
 
         Sharded weights are a last resort because the time for which gathers wait for them is not predicted.
         """
-        if self.best(budgets) is None:
+        if not self._holds_fitting(budgets):
             self._sets = self._weight_sets()
             self.widen()
-        return self.best(budgets) is not None
+        return self._holds_fitting(budgets)
+
+    def _holds_fitting(self, budgets: Budgets) -> bool:
+        return any(not budgets.over(candidate.needs) for candidate in self._seen.values())
+
+    def smallest_fits(self, budgets: Budgets) -> bool:
+        """Return whether a choice fits that keeps least on the device: then `fits` is true, too.
+
+        All state is on the host, and so are the inputs of layers, which are recomputed.
+        """
+        smallest = (self._alike(1.0, 0.0, _SMALLEST, weights) for weights in self._weight_sets())
+        return any(not budgets.over(candidate.needs) for candidate in smallest)
 
     def fits_at_last(self, budgets: Budgets) -> bool:
         """Return whether `best_at_last` finds a choice; it is asked only where the frontier nearly fits."""
@@ -301,7 +318,7 @@ class Frontier:
         least = program.solve(Limits(), least_device=True)
         if least is None:
             return
-        for keep in (Keep.RECOMPUTE, Keep.RECOMPUTE_OFFLOAD):
+        for keep in (Keep.RECOMPUTE, _SMALLEST):
             self._alike(1.0, 0.0, keep, weights)
         low = program.device_bytes(least)
         self._add(least)
