@@ -26,7 +26,7 @@ from hostward.core.placement import Placement
 from hostward.core.units import GIB
 from hostward.errors import ConfigError
 from hostward.plan.budgets import Budgets
-from hostward.plan.cost_model import Costs, speeds_of
+from hostward.plan.cost_model import SUM_BYTES, Costs, speeds_of
 from hostward.plan.decisions import LEAVES, Choice, Keep
 from hostward.plan.gradient_memory import Facts
 from hostward.plan.hardware_profile import profile
@@ -247,6 +247,18 @@ def test_what_is_found_by_bounds_is_the_first_of_all(asked: Budgets, several: bo
     assert of.best(asked) is min(fitting, key=lambda c: c.order, default=None)
     missing = {c.choice: sum(asked.over(c.needs).values()) for c in of.candidates}
     assert of.nearest(asked) is min(of.candidates, key=lambda c: (missing[c.choice], c.order))
+
+
+def test_no_gradients_are_tried_on_a_device_that_is_too_small_for_them() -> None:
+    """Seen red: no place ruled out, and one that is where the device has room."""
+    of = Frontier(SEVERAL, H200, required)
+    limit_bytes = SUM_BYTES * sum(of.costs.numels)
+    assert all(c.needs.device_peak_bytes > limit_bytes for c in of.candidates if not c.choice.gradients_on_host)
+    before = {c.choice for c in of.candidates}
+    for device_bytes, places in ((limit_bytes - 1, {True}), (2 * limit_bytes, {True, False})):
+        assert of.best_at_last(Budgets(device_bytes)) is not None
+        found = {c.choice for c in of.candidates} - before
+        assert {choice.gradients_on_host for choice in found if Placement.HOST in choice.placements} == places
 
 
 @given(budgets, st.booleans())

@@ -289,6 +289,8 @@ class PatternSearch(Generic[J]):
     free_bytes: Callable[[J], int]
     tried: set[tuple[Choice, float]] = field(default_factory=set)
     """Variations that were tried, and with what streamed share where none of their state is offloaded."""
+    hopeless: frozenset[bool] = frozenset()
+    """Those of `places` with which nothing fits, where something does with the others."""
     last: int = 0
     """Number of the variation that was better last: it is tried first, as it may be better again."""
 
@@ -373,6 +375,9 @@ class PatternSearch(Generic[J]):
         found, fraction = list[J](), self.neighbourhood.shares(choice)[0]
         for streamed in shares:
             for place in self.places:
+                if place in self.hopeless:
+                    fraction = 1.0
+                    continue
                 judged, fraction = self._filled(choice, fraction, streamed, place)
                 found += judged
         return found

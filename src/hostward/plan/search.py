@@ -220,6 +220,9 @@ class Frontier:
         start = search.best(self._seen.values())
         if not excess(start) and start.prediction.step_s <= self.base.prediction.step_s:
             return self.best(budgets)  # nothing is predicted to be faster
+        gradients_bytes = SUM_BYTES * sum(self.costs.numels) if self.workload.microbatches > 1 else 0
+        if not excess(start) and gradients_bytes > budgets.limits.get("device", math.inf):
+            search.hopeless = frozenset({False})  # the device would hold all of them
         spread = search.spread(start.choice)
         # No variation leads from few layers with offloaded weights to many, or between two kinds of recomputation.
         apart: dict[tuple[bool, tuple[Keep, ...]], list[Candidate]] = {}
