@@ -497,10 +497,10 @@ class Costs:
     def _made(self, buckets: Sequence[_BucketBytes], placements: Sequence[Placement]) -> list[Unit]:
         """Return the units of neighbouring buckets of one layer: those of a placement while they are few parameters."""
         found, runs = list[Unit](), dict[Placement, list[_BucketBytes]]()
-        numels = dict.fromkeys(Placement, 0)
+        numels, on_device = dict.fromkeys(Placement, 0), Placement.DEVICE
         for bucket, placement in zip(buckets, placements, strict=True):
             run = runs.setdefault(placement, [])
-            if run and placement is not Placement.DEVICE and numels[placement] + bucket.numel > self._merge_below:
+            if run and placement is not on_device and numels[placement] + bucket.numel > self._merge_below:
                 found.append(self._unit(placement, run))
                 runs[placement] = run = []
                 numels[placement] = 0
@@ -546,9 +546,9 @@ class Costs:
 
     def _move(self, choice: Choice) -> Moved:
         units, summed = self.units(choice), choice.gradients_on_host
-        offloaded = [u for u in units if u.placement is not Placement.DEVICE]
-        host = [u for u in offloaded if u.placement is Placement.HOST]
-        streamed = [u for u in offloaded if u.placement is Placement.STREAMED]
+        of = {placement: [u for u in units if u.placement is placement] for placement in Placement}
+        host, streamed = of[Placement.HOST], of[Placement.STREAMED]
+        on_device = Placement.DEVICE
         copies = [u.offloaded_gradient_s(summed=summed) for u in host]
         # Compute waits for gradients with a delay of some layers, and their copies for landing buffers.
         late = {cost.layer.name for cost in self.layers[:LAYERS_IN_FLIGHT]}
@@ -558,10 +558,10 @@ class Costs:
         for u in host:
             uploads[u.layer] += u.upload_s
         return Moved(
-            sum([u.device_s for u in units if u.placement is Placement.DEVICE])
+            sum([u.device_s for u in of[on_device]])
             + sum([u.gradient_bytes for u in units]) / self.speeds.traffic_bytes_per_s,
             sum([u.host_s for u in host]),
-            offloaded,
+            [u for u in units if u.placement is not on_device],
             streamed,
             sum([copy_s for copy_s, _ in copies]),
             sum([added_s for _, added_s in copies]),
@@ -577,7 +577,7 @@ class Costs:
 
     def lanes_s(self, d2h_s: float, h2d_s: float, host_s: float) -> float:
         """Return a lower bound on the seconds in which three lanes that share bandwidth do this work."""
-        return max((d * d2h_s + h * h2d_s + c * host_s) / most for (d, h, c), most in self._weighed)
+        return max([(d * d2h_s + h * h2d_s + c * host_s) / most for (d, h, c), most in self._weighed])
 
     def _unit(self, placement: Placement, run: Sequence[_BucketBytes]) -> Unit:
         speeds = self.speeds

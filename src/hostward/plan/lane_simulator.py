@@ -57,7 +57,7 @@ class Program:
 
     def busy_s(self) -> dict[Queue, float]:
         """Sum the seconds of work per lane, as if each ran alone, of one round."""
-        return {queue: sum([self.seconds[n] for n in self.lanes[queue]]) for queue in Queue}
+        return {queue: sum(map(self.seconds.__getitem__, lane)) for queue, lane in zip(Queue, self.lanes, strict=True)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +79,13 @@ def run(program: Program, slowdown: Slowdown = UNSHARED, rounds: int = 1) -> Tim
     total = rounds * count
     # A piece that waits for what never ends is the last of each lane.
     seconds, waits = program.seconds * rounds, [*program.waits * rounds, (count + total + 1,)]
-    shifts = [count * number for number in range(1, rounds + 1) for _ in range(count)] + [0]
-    firsts = range(0, total, count or 1)
-    orders = [[first + number for first in firsts for number in lane] + [total] for lane in program.lanes]
-    timeline = _simulated(orders, seconds, waits, shifts, slowdown)
+    shifts: list[int] = []
+    orders = [[*lane] for lane in program.lanes]
+    for first in range(count, total + 1, count or 1):
+        shifts += [first] * count
+        for order, lane in zip(orders, program.lanes, strict=True):
+            order += [first + number for number in lane] if first < total else [total]
+    timeline = _simulated(orders, seconds, waits, [*shifts, 0], slowdown)
     if math.inf in timeline.ends_s:
         raise ValueError("a piece of work waits for one that was issued after it")
     return timeline

@@ -197,12 +197,12 @@ class StepTimeline:
         moved, add = self.moved, self.program.add
         self.run("step", moved.device_s)
         norm = self.computes[-1]
-        begins = [norm, *self.downloaded]
+        begins, on_host = [norm, *self.downloaded], Placement.HOST
         steps: list[int] = []
         streamed = 0
         for unit in moved.offloaded:
             arrivals = self.arrivals.setdefault(unit.layer, [])
-            if unit.placement is Placement.HOST:
+            if unit.placement is on_host:
                 steps.append(add("host", _HOST, unit.host_s, begins))
                 self.hosts.setdefault(unit.layer, []).append(steps[-1])
                 if unit.layer not in self.choice.offloaded_weights:
