@@ -143,6 +143,8 @@ def of_step(file: str, result: dict[str, Any], row: dict[str, Any]) -> Row | Non
         return None
     shape = shape_of(result["shape"])
     options = row_options(row["row"].replace(":best", f":{row.get('asked_fraction')}"))
+    if options is not None and options.early:
+        return None  # plans do not know the second set of the state
     work = workload(shape, row["tokens"], result["shape"]["seq"], options)
     buckets, layers = work.inventory.buckets, work.repeated
     placements: Sequence[Placement] = (Placement.DEVICE,) * len(buckets)

@@ -298,8 +298,8 @@ class RunReport:
     checkpoint: str | None
     ranks: RanksReport | None = None
     """Reports by all processes of a finished run; the rest of the report is that of rank 0."""
-    start_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of each phase before the first iteration, in order; empty in older reports."""
+    start_s: Mapping[str, float] | None = None
+    """Seconds of each phase before the first iteration, in order; None in older reports."""
     division: str | None = None
     """Words for the part of the model that each of several processes has."""
 
