@@ -46,7 +46,7 @@ def assert_each_fits(cli: Cli, printed: str) -> list[tuple[str, list[str]]]:
             "--hardware rtx-4090 --host-memory 64GiB --batch 1",
             [
                 "--host-memory 111.3GiB",
-                "--device-memory 56.6GiB",
+                "--device-memory 51.7GiB",
                 "--batch 2 --reshard",
                 "--gpus 2 --host-memory 128GiB",
             ],

@@ -158,11 +158,12 @@ ENDS: dict[str, Callable[[BucketStep], object]] = {
 def test_a_guess_counts_until_what_it_was_made_of_changes(end: str) -> None:
     made = BucketStep(0, Placement.HOST, 2, guesses=True)
     made.accept(0, HERE)
-    assert not made.can_guess
     made.accept(1, HERE)
+    assert not made.can_guess
+    made.sent()
     assert made.can_guess
     assert not made.guessed
-    made.sent()
+    made.guess()
     assert made.guessed
     ENDS[end](made)
     assert not made.guessed
@@ -174,6 +175,7 @@ def test_no_guess_is_made_at_the_step() -> None:
         made.late = late
         made.accept_all(HERE)
         made.sent()
+        made.guess()
         assert made.guessed is not late
         made.discard()
         assert not made.late
@@ -183,8 +185,10 @@ def test_no_guess_is_made_with_a_part_of_the_gradients_or_unless_asked() -> None
     part, never = BucketStep(0, Placement.HOST, 2, guesses=True), BucketStep(0, Placement.HOST, 2)
     part.accept(0, HERE)
     part.sent()
+    part.guess()
     never.accept_all(HERE)
     never.sent()
+    never.guess()
     assert not part.guessed
     assert not never.guessed
 

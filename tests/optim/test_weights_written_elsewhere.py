@@ -6,6 +6,8 @@ weights alone; `torn` not set while a state is loaded; no check of groups in the
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -111,10 +113,10 @@ def test_an_interrupted_load_counts_as_torn(monkeypatch: pytest.MonkeyPatch) -> 
     state = optimizer.state_dict()
     right = StateAccess.write
 
-    def interrupted(self: StateAccess, name: str, saved: dict[str, torch.Tensor]) -> bool:
+    def interrupted(self: StateAccess, name: str, *saved: Any) -> bool:
         if name.startswith("1."):
             raise KeyboardInterrupt
-        return right(self, name, saved)
+        return right(self, name, *saved)
 
     with monkeypatch.context() as patch:
         patch.setattr(StateAccess, "write", interrupted)

@@ -193,7 +193,7 @@ def _fixes(question: Question, frontier: Frontier, known: Sequence[Candidate], r
         tried = replace(question, workload=replace(question.workload, resharded=True))
         if _fits(tried, speeds):
             found.append(Fix("layers resharded after forward", resharded=True))
-        elif smaller is None and (both := _smaller(tried, speeds, required, over)):
+        elif (both := _smaller(tried, speeds, required, over)) and _keeps_more(both, smaller):
             smaller = replace(both, what=f"{both.what}, layers resharded after forward", resharded=True)
     found += [smaller] if smaller else []
     raised = [_raised(question, name, known) for name in ("host", "pinned", "device")]
@@ -202,6 +202,13 @@ def _fixes(question: Question, frontier: Frontier, known: Sequence[Candidate], r
         raised = [_limits(question, {name: nearest[name] for name in over})]
     # What no GPU has comes last.
     return sorted(filter(None, [*found, *raised, _more_gpus(question)]), key=_is_beyond)
+
+
+def _keeps_more(fix: Fix, other: Fix | None) -> bool:
+    """Return whether a fix leaves sequences longer than another one."""
+    if other is None or other.sequence_tokens is None:
+        return other is None
+    return fix.sequence_tokens is None or fix.sequence_tokens > other.sequence_tokens
 
 
 def _fits(question: Question, speeds: Speeds) -> bool:
