@@ -83,6 +83,8 @@ def start_ranks(folder: Path, body: Callable[[int], None], name: str = "") -> li
             except KeyboardInterrupt:
                 outcome = "interrupted"
             finally:
+                # A signal that comes this late must not leave half a file.
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
                 seconds = time.perf_counter() - start_s
                 (folder / f"rank{name}{rank}").write_text(f"{seconds}\n{outcome}")
                 os._exit(0)
