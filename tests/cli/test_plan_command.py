@@ -87,7 +87,7 @@ def test_what_was_measured_of_a_machine_is_planned_with(cli: Cli) -> None:
     assert json.loads(measured.read_text())["gpu"]["memory_peak_bytes_per_s"] is None
     found = cli("plan", *TINY, "--hardware", measured)
     assert found.code == 0, found.err
-    assert "assumed: gpu.memory_peak_bytes_per_s 4.8e+12" in found.out
+    assert "assumed: GPU memory 4800 GB/s" in found.out
     assert "predicted step" in found.out
 
 
@@ -376,7 +376,8 @@ def test_a_picture_of_the_frontier(cli: Cli, tmp_path: Path) -> None:
         (["--hardware", "none.json"], ["none.json cannot be read"]),
         (["--config", "none"], ["none"]),
         (["--config", "misspelt"], ["knows no model type 'qwen3_mo'", "did you mean 'qwen3_moe'?"]),
-        (["--config", "none", "--recipe", "x"], ["--config goes with neither"]),
+        (["--config", "none", "--recipe", "x"], ["--config does not go with --recipe"]),
+        (["--config", "none", "optimizer.lr=1"], ["optimizer.lr does not go with --config", "exp_avg_dtype"]),
         (["--seq", "8"], ["--seq goes with --config", "model.seq_length"]),
         (["--place", "nothing*=host"], ["no name matches nothing*", "names are like model.embed_tokens\n"]),
         (["--place", "*=gpu"], ["--place *=gpu: 'gpu' is not a known word after =", "device, streamed, host"]),

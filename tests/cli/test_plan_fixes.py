@@ -45,6 +45,7 @@ def assert_each_fits(cli: Cli, printed: str) -> list[tuple[str, list[str]]]:
             "llama 3.1 8b",
             "--hardware rtx-4090 --host-memory 64GiB --batch 1",
             [
+                "optimizer.exp_avg_dtype=fp8 optimizer.exp_avg_sq_dtype=fp8",
                 "--host-memory 111.3GiB",
                 "--device-memory 51.7GiB",
                 "--batch 2 --reshard",

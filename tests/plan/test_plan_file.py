@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from workload_cases import chosen, llama
 
-from hostward.core.inventory import Dtype, Inventory, cut_buckets
+from hostward.core.inventory import Dtype, Inventory, StateFormat, cut_buckets
 from hostward.core.placement import Placement
 from hostward.errors import ConfigError
 from hostward.plan import plan_file
@@ -27,7 +27,7 @@ from hostward.plan.memory_model import required
 from hostward.plan.plan_file import PlanFile, plan_of
 from hostward.plan.search import Candidate
 from hostward.plan.step_time import predict
-from hostward.plan.workload import Workload
+from hostward.plan.workload import Workload, in_format
 
 WORKLOAD = llama(layers=4, hidden=512, ffn=2048, heads=8, kv_heads=8, vocab=4000, sequence=1024)
 H200 = profile("h200")
@@ -104,6 +104,35 @@ def test_placements_alone_for_an_optimizer() -> None:
     plan = PLAN.placements(WORKLOAD.inventory.buckets)
     assert tuple(b.placement for b in plan.buckets) == CHOICE.placements
     assert plan.asked_fraction == pytest.approx(0.5, abs=0.1)
+
+
+MOMENTS = StateFormat(Dtype.BF16, Dtype.BF16)
+
+
+def test_a_plan_of_other_state_dtypes_is_refused() -> None:
+    """Seen red: AdamW with fp32 moments took a plan for moments in bf16, and 4 bytes more for each parameter."""
+    smaller = in_format(WORKLOAD, MOMENTS)
+    text = "for optimizer state with exp_avg in fp32, exp_avg_sq in fp32, and here it has exp_avg in bf16"
+    with pytest.raises(ConfigError, match=text):
+        PLAN.placements(smaller.inventory.buckets)
+    with pytest.raises(ConfigError, match=text):
+        PLAN.choice(smaller)
+    (line,) = (line for line in plan_file.differences(PLAN, made(smaller, CHOICE)) if "state:" in line)
+    assert line == (
+        "workload.state: exp_avg in fp32, exp_avg_sq in fp32, main_param in fp32 -> exp_avg in bf16, exp_avg_sq in "
+        "bf16, main_param in fp32"
+    )
+    content = json.loads(PLAN.to_json())
+    del content["workload"]["state"]
+    assert PlanFile.from_json(json.dumps(content)).placements(smaller.inventory.buckets).buckets
+
+
+def test_a_plan_for_fp8_knows_that_vectors_have_bf16() -> None:
+    workload = in_format(WORKLOAD, StateFormat(Dtype.FP8, Dtype.FP8))
+    buckets = workload.inventory.buckets
+    assert {bucket.form for bucket in buckets} == {workload.inventory.form, MOMENTS}
+    found = PlanFile.from_json(made(workload, chosen(workload, 0.5, 0.5, Keep.RECOMPUTE)).to_json())
+    assert found.placements(buckets).buckets
 
 
 @pytest.mark.parametrize(

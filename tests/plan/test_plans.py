@@ -33,11 +33,12 @@ from hostward.plan.hardware_profile import profile
 from hostward.plan.memory_model import STEADY_STEP, required
 from hostward.plan.rank_partition import required_of, sharded
 from hostward.plan.render import render
-from hostward.plan.result import Fix, Question, answer, default_budgets, verdict
+from hostward.plan.result import Fix, Question, answer, default_budgets, stored_in, verdict
 from hostward.plan.search import Candidate, Frontier
 from hostward.plan.solver import LAST_STAY, Forced, Limits, LinearProgram, rounded_up
 from hostward.plan.step_memory import Passes
 from hostward.plan.step_time import StepTimeline, least_s, predict, predict_of
+from hostward.plan.workload import in_format
 from hostward.schedule.ops import operands
 from hostward.schedule.optimizer import StepShape, lower_step
 
@@ -411,6 +412,53 @@ def test_a_smaller_microbatch_that_divides_the_step_is_proposed_where_that_is_en
     assert found.chosen is None
     (fix,) = (f for f in found.fixes if f.microbatch_sequences)
     assert fix == Fix(f"microbatches of {proposed} sequences", microbatch_sequences=proposed)
+
+
+FP32 = StateFormat()
+BF16_MOMENTS = StateFormat(Dtype.BF16, Dtype.BF16)
+BF16 = replace(BF16_MOMENTS, main_param=Dtype.BF16)
+FP8_MOMENTS = StateFormat(Dtype.FP8, Dtype.FP8)
+
+
+@pytest.mark.parametrize(
+    ("host_gib", "before", "proposed"),
+    [
+        (80, FP32, {"exp_avg": "bf16", "exp_avg_sq": "bf16"}),
+        (65, FP32, {"exp_avg": "fp8", "exp_avg_sq": "fp8"}),
+        (65, BF16_MOMENTS, {"exp_avg": "fp8", "exp_avg_sq": "fp8"}),
+        (47, FP8_MOMENTS, {"main_param": "bf16"}),
+        (80, replace(FP32, split_master=False), {}),
+        (8, FP32, {}),
+    ],
+)
+def test_the_first_smaller_state_that_fits_is_proposed(
+    host_gib: int, before: StateFormat, proposed: dict[str, str]
+) -> None:
+    """Seen red: the smallest proposed, and fp32 steps of torch given moments in bf16."""
+    workload = in_format(llama_8b(batch=1), before)
+    question = Question(workload, profile("h200"), 1, Budgets(20 * GIB, host_gib * GIB), Forced())
+    found = answer(question, required_of(workload))
+    assert found.chosen is None
+    assert next((fix.state_dtypes for fix in found.fixes if fix.state_dtypes), {}) == proposed
+    if proposed:
+        form = replace(before, **{name: Dtype(dtype) for name, dtype in proposed.items()})
+        smaller = in_format(workload, form)
+        assert answer(replace(question, workload=smaller), required_of(smaller)).chosen is not None
+
+
+def test_smaller_state_of_several_gpus_is_what_their_parts_can_have() -> None:
+    """Seen red: FP8 proposed where a block would be cut, and moments in FP8 for placements of other buckets."""
+    whole = llama(layers=8, hidden=1000, ffn=4096, heads=8, kv_heads=8, vocab=16001, sequence=2048, microbatches=3)
+    parts = sharded(whole, 3)
+    question = Question(parts, profile("h200"), 3, Budgets(8 * GIB, 1), Forced(), whole)
+    assert not stored_in(question, FP8_MOMENTS)
+    assert stored_in(question, BF16) == sharded(in_format(whole, BF16), 3)
+    assert stored_in(replace(question, whole=None), BF16) is None
+    one = replace(question, workload=whole, gpus=1, whole=None)
+    assert stored_in(one, FP32) is None
+    stored = stored_in(one, FP8_MOMENTS)
+    assert stored is not None
+    assert len(stored.inventory.buckets) > len(whole.inventory.buckets)
 
 
 def test_shorter_sequences_are_proposed_where_one_is_too_long() -> None:

@@ -29,6 +29,7 @@ from hostward.trainer.garbage_collection import gc_disabled
 
 if TYPE_CHECKING:
     from hostward.config.schema import Config
+    from hostward.core.inventory import StateFormat
     from hostward.plan.budgets import Budgets
     from hostward.plan.cost_model import Speeds
     from hostward.plan.hardware_profile import Hardware
@@ -43,7 +44,8 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[OVERRIDES]... | diff A B",
-        help="Options of the recipe, or two plan files to compare.",
+        help="Options of the recipe; with --config those of the state's dtypes alone, as in "
+        "optimizer.exp_avg_dtype=bf16. Or two plan files to compare.",
         autocompletion=complete_override,
     ),
 ]
@@ -262,8 +264,9 @@ class Flags:
         given |= {"gpus": str(fix.gpus)} if fix.gpus else {}
         given |= {"no_pin": True} if fix.unpinned else {}
         given |= {"place": (), "keep": (), "weights": None} if fix.unforced else {}
+        given["words"] = self._fixed_words(fix)
         if self.config is None:
-            return replace(self, words=self._fixed_words(fix), **given)
+            return replace(self, **given)
         batch = fix.step_sequences if self.batch else None
         if fix.microbatch_sequences:  # without --batch a step has one microbatch of each GPU, but it stays as it is
             batch = self.batch or self.counts()[0] * (self.micro_batch or 1)
@@ -277,16 +280,17 @@ class Flags:
         return replace(self, **given, **{name: value for name, value in changed.items() if value})
 
     def _fixed_words(self, fix: Fix) -> tuple[str, ...]:
-        """Return the options of the recipe with the fix."""
-        from hostward.trainer.plan_request import forces
+        """Return the options with the fix; a model that `--config` describes has those of the state's dtypes alone."""
+        from hostward.trainer.plan_request import STATE_DTYPES, forces
 
-        changed = {
+        of_recipe = {
             "model.seq_length": fix.sequence_tokens,
             "train.global_batch_size": fix.step_sequences,
             "train.micro_batch_size": fix.microbatch_sequences,
             "ddp.data_parallel_sharding_strategy": "optim_grads_params" if fix.resharded else None,
         }
-        changed = {option: value for option, value in changed.items() if value}
+        changed = {option: value for option, value in of_recipe.items() if value and self.config is None}
+        changed |= {STATE_DTYPES[name]: dtype for name, dtype in fix.state_dtypes.items()}
         names = {word: word.partition("=")[0] for word in self.words}
         kept = (w for w, name in names.items() if name not in changed and not (fix.unforced and forces(name)))
         return (*kept, *(f"{option}={value}" for option, value in changed.items()))
@@ -321,10 +325,11 @@ class Flags:
 
         machine = _hardware(self.hardware)
         hand = partial(by_hand, self.place, self.keep, self.weights)
-        if self.config is not None and (self.recipe is not None or self.words):
-            raise ConfigError("--config goes with neither --recipe nor overrides", fix="leave one of them out")
+        if self.config is not None and self.recipe is not None:
+            raise ConfigError("--config does not go with --recipe", fix="leave one of them out")
         sizes = self.sequence, self.batch, self.micro_batch
-        traced = cache(partial(_traced, sequence=self.sequence, micro_batch=self.micro_batch))
+        form = _state_format(() if self.config is None else self.words)
+        traced = cache(partial(_traced, sequence=self.sequence, micro_batch=self.micro_batch, form=form))
         if self.config is None:
             names = "--seq", "--batch", "--micro-batch", "--reshard"
             _require_none_of_a_file(dict(zip(names, (*sizes, self.reshard), strict=True)))
@@ -515,18 +520,39 @@ def _of_file(
     try:
         part = sharded(workload, gpus, resharded=resharded)
     except UndividedError as error:
+        if workload.microbatches % gpus == 0:
+            raise
         fix = f"--batch {gpus * size}, or another multiple of it"
         raise UndividedError(error.what, why=error.why, fix=fix) from error
     # Who trains a model saves it, may have to resume, and evaluates it.
     return workload, part, Forced(), (*TRAINING, SAVE, RESUME, EVALUATION)
 
 
-def _traced(path: Path, sequence: int | None, micro_batch: int | None) -> Workload:
+def _traced(path: Path, sequence: int | None, micro_batch: int | None, form: StateFormat) -> Workload:
     """Return the workload of a config.json, read once for several numbers of GPUs."""
+    from hostward.plan.workload import in_format
     from hostward.trainer.workload import config_workload, usual_folder
 
-    size = micro_batch or 1
-    return config_workload(path, sequence_tokens=sequence or 4096, microbatch_sequences=size, folder=usual_folder())
+    tokens, sequences = sequence or 4096, micro_batch or 1
+    found = config_workload(path, sequence_tokens=tokens, microbatch_sequences=sequences, folder=usual_folder())
+    return in_format(found, form)
+
+
+def _state_format(words: tuple[str, ...]) -> StateFormat:
+    """Return how state is stored by the options that go with `--config`; raise ConfigError for others."""
+    from hostward.config.overrides import apply_overrides, split_word
+    from hostward.config.schema import Config
+    from hostward.trainer.plan_request import STATE_DTYPES, state_format
+
+    config = apply_overrides(Config(), words)
+    names = [f"{info.namespace}.{info.name}" for info, _ in map(split_word, words)]
+    if other := next((name for name in names if name not in STATE_DTYPES.values()), None):
+        raise ConfigError(
+            f"{other} does not go with --config",
+            why=f"of a recipe's options it takes {', '.join(STATE_DTYPES.values())}; the file says what the model is",
+            fix="leave it out, see the flags of hostward plan --help, or plan a recipe",
+        )
+    return state_format(config)
 
 
 def _hardware(text: str | None) -> Hardware:

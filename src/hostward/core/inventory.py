@@ -87,10 +87,26 @@ class StateFormat:
                     fix=f"{name} in fp32 or bf16",
                 )
 
+    def __str__(self) -> str:
+        return ", ".join(f"{name} in {dtype}" for name, dtype in self.dtypes.items())
+
     @property
     def dtypes(self) -> dict[str, Dtype]:
         """Return the dtype of each part of the state, by its name in `state_dtypes` of AdamW."""
         return {**self.moments, MAIN_PARAM: self.main_param}
+
+    def at_most(self, other: StateFormat) -> StateFormat:
+        """Return the format in which each part has the smaller dtype of the two."""
+
+        def smaller(ours: Dtype, others: Dtype) -> Dtype:
+            return min(ours, others, key=lambda dtype: dtype.itemsize_bytes)
+
+        return StateFormat(
+            smaller(self.exp_avg, other.exp_avg),
+            smaller(self.exp_avg_sq, other.exp_avg_sq),
+            smaller(self.main_param, other.main_param),
+            self.split_master,
+        )
 
     @property
     def is_fp32(self) -> bool:

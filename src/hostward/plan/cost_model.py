@@ -67,8 +67,8 @@ class Speeds:
     d2h_bytes_per_s: float
     host_parameters_per_s: float
     slowdown: Slowdown
-    assumed: tuple[str, ...]
-    """Rates that the hardware file does not have, and the assumed values."""
+    assumed: tuple[tuple[str, float], ...]
+    """Rates that the hardware file does not have, by their name in it, and the assumed values."""
 
     def copy_s(self, size_bytes: float, rate_bytes_per_s: float) -> float:
         """Return the seconds of one copy."""
@@ -111,7 +111,7 @@ def measured(speeds: Speeds, rates: Rates) -> Speeds:
         d2h_bytes_per_s=link,
         host_parameters_per_s=host,
         slowdown=slowdown,
-        assumed=tuple(name for name in speeds.assumed if name.startswith("gpu.")),
+        assumed=tuple((name, rate) for name, rate in speeds.assumed if name.startswith("gpu.")),
     )
 
 
@@ -127,7 +127,7 @@ def speeds_of(hardware: Hardware, gpus: int = 1) -> Speeds:
             why="a plan is about the time and the memory of a GPU",
             fix="name a shipped profile or a file that was measured on a GPU machine: --hardware h200",
         )
-    assumed: list[str] = []
+    assumed: list[tuple[str, float]] = []
 
     def known(value: float | None, name: str, instead: float | None) -> float:
         if value is not None and value <= 0:
@@ -142,7 +142,7 @@ def speeds_of(hardware: Hardware, gpus: int = 1) -> Speeds:
                 f"the hardware file {hardware.name!r} does not say {name}",
                 fix="measure it (hostward bench machine --json FILE) or write it into the file, if it is the vendor's",
             )
-        assumed.append(f"{name} {instead:.3g}")
+        assumed.append((name, instead))
         return instead
 
     peak, link_peak = gpu.bf16_peak_flops_per_s, gpu.link_peak_bytes_per_s
@@ -152,7 +152,7 @@ def speeds_of(hardware: Hardware, gpus: int = 1) -> Speeds:
     memory = known(gpu.memory_peak_bytes_per_s, "gpu.memory_peak_bytes_per_s", vendors)
     largest = hardware.links[-1] if hardware.links else None
     link = link_peak and link_peak * _LINK_OF_PEAK
-    h2d = largest.h2d_bytes_per_s if largest else known(None, "PCIe / NVLink bytes/s in each direction", link)
+    h2d = largest.h2d_bytes_per_s if largest else known(None, "links", link)
     d2h = largest.d2h_bytes_per_s if largest else h2d
     duplex = known(hardware.duplex_bytes_per_s, "duplex_bytes_per_s", _DUPLEX_OF_LINK * min(h2d, d2h))
     busy_duplex = known(hardware.busy_duplex_bytes_per_s, "busy_duplex_bytes_per_s", duplex)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
-from hostward.core.inventory import Bucket
+from hostward.core.inventory import Bucket, StateFormat
 from hostward.core.placement import Placement, Plan, placed
 from hostward.core.units import size
 from hostward.errors import ConfigError
@@ -46,6 +46,8 @@ class Fingerprint:
     ranks: int
     resharded: bool = False
     """Layers that the ranks share are unsharded only while they run."""
+    state: StateFormat | None = None
+    """How the optimizer stores state; None in files of earlier versions, which do not say it."""
 
     def other_sizes(self, sequence_tokens: int, microbatch_sequences: int, microbatches: int) -> str:
         """Describe how a step of these sizes differs from the plan's; "" where it does not."""
@@ -196,7 +198,26 @@ class PlanFile:
         sizes = self.predicted.device_peak_bytes, self.predicted.host_bytes, self.predicted.pinned_bytes
         return Needs((PhaseNeeds(STEADY_STEP, *({"the plan": size} for size in sizes)),))
 
+    def _require_state(self, buckets: Sequence[Bucket]) -> None:
+        """Raise ConfigError if state would be stored otherwise than the plan counts on."""
+        planned = self.workload.state
+        if planned is None:
+            return
+        known = planned.dtypes, planned.of(1).dtypes
+        other = next((bucket.form.dtypes for bucket in buckets if bucket.form.dtypes not in known), None)
+        if other is None:
+            return
+        changed = {name: dtype for name, dtype in known[0].items() if dtype is not other[name]}
+        ours, theirs = (", ".join(f"{name} in {of[name]}" for name in changed) for of in (known[0], other))
+        raise ConfigError(
+            f"the plan is for optimizer state with {ours}, and here it has {theirs}",
+            why="state, copies and steps would take other bytes and seconds than planned",
+            fix="make a plan for these dtypes, or ask for the plan's: state_dtypes= of AdamW, in a run "
+            "optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype and optimizer.main_params_dtype",
+        )
+
     def _require_same(self, buckets: Sequence[Bucket], layers: Sequence[str] | None) -> None:
+        self._require_state(buckets)
         ours = [(row.bucket, row.numel) for row in self.buckets]
         theirs = [(bucket.name, bucket.numel) for bucket in buckets]
         of_layers = "" if layers is None else _first_difference("layer", [r.layer for r in self.layers], list(layers))
@@ -311,6 +332,7 @@ def plan_of(
             workload.microbatches,
             workload.ranks,
             workload.resharded,
+            workload.inventory.form,
         ),
         Machine(hardware.name, hardware.gpu.name if hardware.gpu else "", gpus),
         Limits(budgets.device_bytes, budgets.host_bytes, budgets.pinned_bytes),

@@ -62,6 +62,20 @@ def _fixes(found: Answer, command: Callable[[Fix], str] | None) -> str:
     return "\n".join([*lines, *filter(None, [more_gpus_in_vain(found)])])
 
 
+_RATES = {
+    "gpu.bf16_matmul_flops_per_s": (1e12, "matrix products {:.0f} TFLOP/s"),
+    "gpu.memory_peak_bytes_per_s": (1e9, "GPU memory {:.0f} GB/s"),
+    "links": (1e9, "copies between host and device {:.1f} GB/s in each direction"),
+    "duplex_bytes_per_s": (1e9, "{:.1f} GB/s in both together"),
+    "busy_duplex_bytes_per_s": (1e9, "{:.1f} GB/s in both during a CPU optimizer step"),
+    "host_parameters_per_s": (1e9, "a CPU optimizer step {:.1f} billion parameters/s"),
+    "busy_host_parameters_per_s": (1e9, "{:.1f} billion parameters/s during copies"),
+    "node_host_parameters_per_s": (1e9, "CPU optimizer steps of all ranks together {:.1f} billion parameters/s"),
+    "node_duplex_bytes_per_s": (1e9, "copies of all ranks together {:.1f} GB/s"),
+}
+"""Unit and words for a rate, by its name in a hardware file."""
+
+
 def _title(found: Answer) -> str:
     question = found.question
     workload, hardware = question.workload, question.hardware
@@ -89,7 +103,8 @@ def _title(found: Answer) -> str:
     if plain:
         lines.append(f"{plain} of CPU-stepped buckets are not pinned: their copies take longer than predicted")
     if found.speeds.assumed:
-        lines.append(f"not measured, assumed: {'; '.join(found.speeds.assumed)}")
+        known = ((*_RATES[name], rate) for name, rate in found.speeds.assumed)
+        lines.append(f"not measured, assumed: {'; '.join(words.format(rate / unit) for unit, words, rate in known)}")
     return "\n".join(lines)
 
 
@@ -162,7 +177,8 @@ def _state_line(workload: Workload, choice: Choice) -> str:
         Placement.HOST: "on the host, stepped on the CPU",
     }
     parts = [f"{_percent(shares[p])} {where[p]}" for p in Placement if shares[p]]
-    line = f"optimizer state: {'; '.join(parts)}"
+    form = workload.inventory.form
+    line = f"optimizer state: {'; '.join([*parts, *([] if form.is_fp32 else [str(form)])])}"
     return f"{line}; gradients accumulated on the host" if choice.gradients_on_host else line
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from hostward.core.inventory import Dtype, StateFormat
 from hostward.core.placement import Placement
 from hostward.core.units import GIB, size, size_bytes, size_option
 from hostward.plan.budgets import Budgets, Required, needed
@@ -16,7 +17,7 @@ from hostward.plan.rank_partition import UndividedError, required_of, sharded
 from hostward.plan.search import Candidate, Frontier
 from hostward.plan.solver import LAST_STAY, Forced
 from hostward.plan.step_time import explain
-from hostward.plan.workload import Workload
+from hostward.plan.workload import Workload, in_format
 
 DEVICE_RESERVE_BYTES = 2 * GIB
 """GPU memory left for the driver's context, for libraries, and for what the allocator cannot use."""
@@ -35,6 +36,13 @@ _MOST_DOUBLINGS = 6
 """Of the number of GPUs, in the search for how many it takes."""
 _FEWEST_TOKENS = 256
 """Shorter sequences are not proposed."""
+_SMALLER_STATE = (
+    StateFormat(Dtype.BF16, Dtype.BF16),
+    StateFormat(Dtype.FP8, Dtype.FP8),
+    StateFormat(Dtype.BF16, Dtype.BF16, Dtype.BF16),
+    StateFormat(Dtype.FP8, Dtype.FP8, Dtype.BF16),
+)
+"""Formats of the optimizer's state with fewer bytes than fp32, in the order in which they are proposed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +63,8 @@ class Fix:
     resharded: bool = False
     unpinned: bool = False
     unforced: bool = False
+    state_dtypes: Mapping[str, Dtype] = field(default_factory=dict)
+    """Of those parts of the optimizer's state that change, by their name in `state_dtypes` of AdamW."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,13 +205,48 @@ def _fixes(question: Question, frontier: Frontier, known: Sequence[Candidate], r
             found.append(Fix("layers resharded after forward", resharded=True))
         elif (both := _smaller(tried, speeds, required, over)) and _keeps_more(both, smaller):
             smaller = replace(both, what=f"{both.what}, layers resharded after forward", resharded=True)
-    found += [smaller] if smaller else []
+    found += [fix for fix in (smaller, _smaller_state(question, speeds)) if fix]
     raised = [_raised(question, name, known) for name in ("host", "pinned", "device")]
     if not any(raised):
         nearest = needed(frontier.nearest(question.budgets).needs, question.budgets.phases)
         raised = [_limits(question, {name: nearest[name] for name in over})]
     # What no GPU has comes last.
     return sorted(filter(None, [*found, *raised, _more_gpus(question)]), key=_is_beyond)
+
+
+def _smaller_state(question: Question, speeds: Speeds) -> Fix | None:
+    """Propose the first format of the optimizer's state with fewer bytes that fits alone."""
+    before, placements = question.workload.inventory, question.forced.placements
+    if not before.form.split_master:  # torch.optim.AdamW steps state in fp32 alone
+        return None
+    for form in map(before.form.at_most, _SMALLER_STATE):
+        tried = stored_in(question, form)
+        # Placements that are asked for are those of the buckets that there are now.
+        if tried is None or (placements and len(tried.inventory.buckets) != len(before.buckets)):
+            continue
+        other = replace(question, workload=tried)
+        if _may_fit(tried, question.budgets, required_of(tried)) and _fits(other, speeds):
+            changed = {name: dtype for name, dtype in form.dtypes.items() if dtype is not before.form.dtypes[name]}
+            words = ", ".join(f"{name} in {dtype}" for name, dtype in changed.items())
+            return Fix(f"{words}: fewer bytes, and other bits than now (docs/exactness.md)", state_dtypes=changed)
+    return None
+
+
+def stored_in(question: Question, form: StateFormat) -> Workload | None:
+    """Return a rank's workload with state in this other format; None if dtypes or the number of ranks rule it out."""
+    asked, whole = question.workload, question.whole
+    of_fp16 = any(p.dtype is Dtype.FP16 for p in asked.inventory.parameters)
+    if form == asked.inventory.form or (of_fp16 and form.main_param is Dtype.BF16):
+        return None
+    if asked.ranks == 1:
+        return in_format(asked, form)
+    if whole is None:
+        return None
+    in_fp32, resharded = asked.reduced_in_fp32, asked.resharded
+    try:
+        return sharded(in_format(whole, form), asked.ranks, reduced_in_fp32=in_fp32, resharded=resharded)
+    except UndividedError:
+        return None
 
 
 def _keeps_more(fix: Fix, other: Fix | None) -> bool:

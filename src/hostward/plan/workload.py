@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
-from hostward.core.inventory import Dtype, Inventory
+from hostward.core.inventory import Dtype, Inventory, StateFormat, cut_buckets
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +188,16 @@ class Workload:
     @property
     def weight_bytes(self) -> int:
         return sum(layer.weight_bytes for layer in self.layers)
+
+
+def in_format(workload: Workload, form: StateFormat) -> Workload:
+    """Return the workload with the optimizer's state stored in this format.
+
+    Raises:
+        ConfigError: fp16 weights whose main weights are asked for in bf16.
+    """
+    parameters = workload.inventory.parameters
+    return replace(workload, inventory=Inventory(parameters, cut_buckets(parameters, form=form)))
 
 
 # A workload as text, for a cache of traces.
