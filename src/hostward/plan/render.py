@@ -141,12 +141,12 @@ def _placements(workload: Workload, choice: Choice) -> str:
         keep = _KEEPS[next(keeps)] if layer.repeated else "-"
         weights = "host" if layer.name in choice.offloaded_weights else "device"
         described.append((layer.name, (frozenset(by_layer.get(layer.name, ())), keep, weights)))
-    rows: list[list[str]] = [["layers", "optimizer state", "saved activations", "weights"]]
+    rows: list[list[str]] = [["layers", "optimizer state", "weights", "saved activations"]]
     for (_, keep, weights), run in groupby(described, key=lambda entry: entry[1]):
         names = [name for name, _ in run]
         counts = sum((by_layer.get(name, Counter()) for name in names), Counter[Placement]())
         shown = names[0] if len(names) == 1 else f"{names[0]} to {names[-1].rsplit('.', 1)[-1]}"
-        rows.append([shown, _share(counts), keep, weights])
+        rows.append([shown, _share(counts), weights, keep])
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([*lines, _state_line(workload, choice)])
