@@ -39,7 +39,7 @@ from hostward.plan.memory_model import LOAD, STEADY_STEP, Needs, PhaseNeeds, req
 from hostward.plan.plan_file import PlanFile
 from hostward.plan.rank_partition import first_parts, required_of, sharded
 from hostward.plan.render import points_of
-from hostward.plan.result import default_budgets
+from hostward.plan.result import HOST_RESERVE_SHARE, default_budgets, device_budget
 from hostward.plan.search import Frontier, best_share
 from hostward.plan.solver import Forced
 from hostward.plan.step_memory import Owner
@@ -307,12 +307,15 @@ def fix_for(config: Config) -> str:
 
 def fix_for_plan(free: Budgets, ranks: Ranks) -> str:
     """Return the fix for a plan that does not fit: the command that plans for the free memory of each GPU and the
-    node.
+    node, less the reserve that plans leave of a machine's.
     """
+    limits: dict[str, int] = {}
+    if free.device_bytes is not None:
+        limits["device"] = device_budget(free.device_bytes, ranks.size)
+    if free.host_bytes is not None:
+        limits["host"] = int(free.host_bytes * ranks.local_size * (1 - HOST_RESERVE_SHARE))
     words = [f"--gpus {ranks.size}"] if ranks.size > 1 else []
-    for name, size_bytes in (("device", free.device_bytes), ("host", free.host_bytes)):
-        if size_bytes is not None:
-            words.append(f"--{name}-memory {size_bytes * (ranks.local_size if name == 'host' else 1) // MIB}MiB")
+    words += [f"--{name}-memory {size_bytes // MIB}MiB" for name, size_bytes in limits.items()]
     return f"hostward plan with the same options and {' '.join(words)} --json FILE; --force starts anyway"
 
 
