@@ -115,8 +115,9 @@ def test_a_plan_of_other_state_dtypes_is_refused() -> None:
     text = "for optimizer state with exp_avg in fp32, exp_avg_sq in fp32, and here it has exp_avg in bf16"
     with pytest.raises(ConfigError, match=text):
         PLAN.placements(smaller.inventory.buckets)
-    with pytest.raises(ConfigError, match=text):
+    with pytest.raises(ConfigError, match=text) as caught:
         PLAN.choice(smaller)
+    assert 'AdamW(state_dtypes={"exp_avg": torch.float32, "exp_avg_sq": torch.float32})' in caught.value.fix
     (line,) = (line for line in plan_file.differences(PLAN, made(smaller, CHOICE)) if "state:" in line)
     assert line == (
         "workload.state: exp_avg in fp32, exp_avg_sq in fp32, main_param in fp32 -> exp_avg in bf16, exp_avg_sq in "

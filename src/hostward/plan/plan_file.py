@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
-from hostward.core.inventory import Bucket, StateFormat
+from hostward.core.inventory import Bucket, Dtype, StateFormat
 from hostward.core.placement import Placement, Plan, placed
 from hostward.core.units import size
 from hostward.errors import ConfigError
@@ -29,6 +29,8 @@ from hostward.plan.workload import Workload
 
 VERSION = 1
 FORMAT = "hostward-plan"
+_TORCH = {Dtype.FP32: "torch.float32", Dtype.BF16: "torch.bfloat16", Dtype.FP8: "torch.uint8"}
+"""Dtypes of state as `state_dtypes` of AdamW takes them."""
 _WRITE_ONE = "write one with: hostward plan --json FILE"
 
 
@@ -209,11 +211,12 @@ class PlanFile:
             return
         changed = {name: dtype for name, dtype in known[0].items() if dtype is not other[name]}
         ours, theirs = (", ".join(f"{name} in {of[name]}" for name in changed) for of in (known[0], other))
+        asked = ", ".join(f'"{name}": {_TORCH[dtype]}' for name, dtype in changed.items())
         raise ConfigError(
             f"the plan is for optimizer state with {ours}, and here it has {theirs}",
             why="state, copies and steps would take other bytes and seconds than planned",
-            fix="make a plan for these dtypes, or ask for the plan's: state_dtypes= of AdamW, in a run "
-            "optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype and optimizer.main_params_dtype",
+            fix=f"ask for the plan's: AdamW(state_dtypes={{{asked}}}), in a run optimizer.exp_avg_dtype; or "
+            "make a plan for the dtypes here",
         )
 
     def _require_same(self, buckets: Sequence[Bucket], layers: Sequence[str] | None) -> None:
