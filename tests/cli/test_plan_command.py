@@ -388,6 +388,8 @@ def test_a_picture_of_the_frontier(cli: Cli, tmp_path: Path) -> None:
         (["--gpus", "1,,4"], ["--gpus 1,,4 is not a number of GPUs"]),
         (["--gpus", "3"], ["cannot be divided among 3 GPUs", "train.global_batch_size=6"]),
         (["--recipe", "qwen3_moe_tiny"], ["there is no recipe"]),
+        (["--hardware", "rtx4090"], ["neither a file nor a shipped profile", "did you mean --hardware rtx-4090?"]),
+        (["--config", "no/such"], ["there is no no/such", "nothing is downloaded"]),
         (["--json", "no/such/plan.json"], ["its folder does not exist"]),
         (["diff", "one.json"], ["plan diff takes two files"]),
         (["diff", "one.json", "two.json", "--json", "-"], ["--json has no effect with plan diff"]),

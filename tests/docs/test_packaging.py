@@ -13,9 +13,12 @@ from pathlib import Path
 
 import index_metadata
 import pytest
+import torch
 
 import hostward
+from hostward.config.schema import Config, ModelConfig
 from hostward.errors import MissingPackageError
+from hostward.trainer.models import meta_model
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -76,6 +79,18 @@ def test_an_integration_without_its_package_names_the_extra(
         importlib.import_module(f"hostward.integrations.{module}")
     assert isinstance(raised.value, MissingPackageError)
     assert f"pip install 'hostward[{module}]' (in a clone that is not installed: '.[{module}]')" in raised.value.fix
+
+
+@pytest.mark.parametrize("pretrained", [False, True])
+def test_a_model_without_transformers_names_the_extra(
+    pretrained: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    model = ModelConfig(hf_model_path=str(tmp_path) if pretrained else None)
+    with pytest.raises(MissingPackageError, match="a model needs the package transformers") as raised:
+        meta_model(Config(model=model), 320, torch.bfloat16)
+    assert "'hostward[train]'" in raised.value.fix
 
 
 def test_no_text_names_a_package_of_an_extra_alone() -> None:

@@ -16,6 +16,7 @@ from cli_runs import ROOT, SMALL, offloaded, read_json, run_process, start_proce
 from hypothesis import HealthCheck, given, settings, strategies as st
 from run_fixtures import Cli
 
+from hostward.errors import ExitCode
 from hostward.trainer import memory_check
 
 FRACTION = "optimizer.optimizer_offload_fraction"
@@ -53,8 +54,9 @@ def test_t15_bad_fractions(refused: Cli, value: str, texts: list[str]) -> None:
         (["train.lr=1e-3"], ["did you mean optimizer.lr?"]),
         (["zzz.qqq=1"], ["there is no namespace 'zzz'", "the namespaces are"]),
         (["--recipe", "qwen3_moe_tiny_config"], ["did you mean qwen3_moe_tiny_pretrain_config?"]),
+        (["--recipe", "qwen3_8b"], ["did you mean qwen3_8b_pretrain_config"]),
         (["--recipe", "xyz"], ["there is no recipe 'xyz'", "the recipes are"]),
-        (["train.train_iters"], ["Expected override in KEY=VALUE form"]),
+        (["train.train_iters"], ["Expected override in KEY=VALUE form", "write train.train_iters=VALUE"]),
         (["train.train_iters=1.5"], ["whole number"]),
         (["train.train_iters=0"], ["train.train_iters", "at least 1"]),
         (["train.global_batch_size=3"], ["not divisible by micro batch size"]),
@@ -68,6 +70,13 @@ def test_t17_unknown_and_impossible_options(refused: Cli, words: list[str], text
     outcome = refused(*words)
     for text in texts:
         assert text in outcome.err
+
+
+def test_a_name_of_a_hub_is_no_pretrained_folder(cli: Cli) -> None:
+    """Seen red: after seconds, an error about tokenizer.tokenizer_model, which nobody had set."""
+    outcome = cli("train", "--recipe", "qwen3_600m_sft_config", "model.hf_model_path=Qwen/Qwen3-0.6B")
+    assert outcome.code == ExitCode.ERROR
+    assert "error: model.hf_model_path=Qwen/Qwen3-0.6B is not a pretrained folder\n  why: there is no" in outcome.err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

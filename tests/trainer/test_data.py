@@ -103,7 +103,7 @@ def test_two_instances_agree_and_reading_back_and_forth_changes_nothing() -> Non
 
 
 def test_a_negative_index_is_refused() -> None:
-    with pytest.raises(DataError, match="The sample index -1 is negative"):
+    with pytest.raises(DataError, match="the sample index -1 is negative"):
         counting(30, seq_length=8).sample(-1)
 
 
@@ -166,13 +166,13 @@ def test_ids_outside_the_vocabulary_are_refused() -> None:
 
 
 REFUSED_OPTIONS: dict[str, tuple[str | None, dict[str, Any], str]] = {
-    "unknown format": (None, {"data_format": "csv"}, "dataset.format=csv is unknown.*fix: Use one of: auto, text"),
-    "format without a path": (None, {"data_format": "jsonl"}, "dataset.format=jsonl needs a path.*Set dataset.path"),
+    "unknown format": (None, {"data_format": "csv"}, "dataset.format=csv is unknown.*fix: use one of: auto, text"),
+    "format without a path": (None, {"data_format": "jsonl"}, "dataset.format=jsonl needs a path.*set dataset.path"),
     "path in vain": ("x", {"data_format": "mock"}, "dataset.path=x is set, but dataset.format=mock reads no path"),
     "unknown tokenizer": (
         None,
         {"tokenizer_type": "bpe"},
-        "tokenizer_type=bpe is unknown.*Use one of: byte, huggingface",
+        "tokenizer_type=bpe is unknown.*use one of: byte, huggingface",
     ),
     "null tokenizer for text": (None, {"tokenizer_type": "null"}, "tokenizer_type=null cannot read text"),
     "no tokenizer folder": (None, {"tokenizer_type": "huggingface"}, "needs a tokenizer folder.*tokenizer_model"),
@@ -181,11 +181,11 @@ REFUSED_OPTIONS: dict[str, tuple[str | None, dict[str, Any], str]] = {
     "mock without vocabulary": (
         None,
         {"data_format": "mock", "tokenizer_type": "null"},
-        "Mock data .* need a positive",
+        "mock data .* need a positive",
     ),
     "sequence of no tokens": (None, {"seq_length": 0}, "model.seq_length=0 is not positive"),
-    "negative seed": (None, {"seed": -1}, r"The data seed -1 is outside \[0, 2\*\*64\)"),
-    "negative seed of mock": (None, {"data_format": "mock", "seed": -1}, "The data seed -1 is outside"),
+    "negative seed": (None, {"seed": -1}, r"the data seed -1 is outside \[0, 2\*\*64\)"),
+    "negative seed of mock": (None, {"data_format": "mock", "seed": -1}, "the data seed -1 is outside"),
 }
 
 

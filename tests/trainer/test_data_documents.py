@@ -150,7 +150,7 @@ def test_parquet_bad_input(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"n": [1, 2], "body": ["x", None]}), path)
     refused(path, "a.parquet has no column 'text'; its columns are: body, n.*dataset.text_key")
-    refused(path, "The column 'n' of .*a.parquet holds int64, not text", text_key="n")
+    refused(path, "the column 'n' of .*a.parquet holds int64, not text", text_key="n")
     refused(path, "a.parquet row 2 holds null in 'body', not text", text_key="body")
     path.write_bytes(path.read_bytes()[:-10])
     refused(path, "a.parquet is not a readable parquet file.*why: .*fix: ", text_key="body")
@@ -190,7 +190,7 @@ def test_tokenizer_folder_bad_input(tmp_path: Path, tokenizer_folder: Path) -> N
     refused(text, "is not a local folder.*nothing is downloaded", **(options | {"tokenizer_model": "gpt2"}))
     (tmp_path / "empty").mkdir()
     refused(
-        text, "The tokenizer in .*empty cannot be loaded", **(options | {"tokenizer_model": str(tmp_path / "empty")})
+        text, "the tokenizer in .*empty cannot be loaded", **(options | {"tokenizer_model": str(tmp_path / "empty")})
     )
     broken = tmp_path / "broken"
     broken.mkdir()
@@ -198,7 +198,7 @@ def test_tokenizer_folder_bad_input(tmp_path: Path, tokenizer_folder: Path) -> N
         (broken / name).write_bytes((tokenizer_folder / name).read_bytes())
     config = json.loads((broken / "tokenizer_config.json").read_text())
     (broken / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "eos_token"}))
-    refused(text, "names no end-of-sequence token.*Set eos_token", **(options | {"tokenizer_model": str(broken)}))
+    refused(text, "names no end-of-sequence token.*set eos_token", **(options | {"tokenizer_model": str(broken)}))
     (broken / "tokenizer.json").write_text("{garbage")
     refused(text, "broken cannot be loaded.*why: JSONDecodeError", **(options | {"tokenizer_model": str(broken)}))
 
@@ -230,28 +230,28 @@ def test_bad_json_lines(tmp_path: Path, case: str) -> None:
 
 
 def test_files_and_folders_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    there = "fix: Set dataset.path to a file or folder that is there, or to PREFIX where PREFIX.bin and PREFIX.idx are"
-    refused(tmp_path / "absent.txt", f"absent.txt does not exist.\n  {there}")
+    there = "fix: set dataset.path to a file or folder that is there, or to PREFIX where PREFIX.bin and PREFIX.idx are"
+    refused(tmp_path / "absent.txt", f"absent.txt does not exist\n  {there}")
     monkeypatch.chdir(tmp_path)
-    refused(Path("absent.txt"), f"^absent.txt does not exist.\n  why: The path is relative to {tmp_path}.\n  {there}")
+    refused(Path("absent.txt"), f"^absent.txt does not exist\n  why: the path is relative to {tmp_path}\n  {there}")
     (tmp_path / "empty.txt").touch()
-    refused(tmp_path / "empty.txt", "empty.txt is empty: it holds no text.*fix: Set dataset.path to data with text")
+    refused(tmp_path / "empty.txt", "empty.txt is empty: it holds no text.*fix: set dataset.path to data with text")
     refused(tmp_path, "is empty: it holds no text")
     refused(
-        tmp_path, "holds no .parquet file.*fix: Set dataset.path to a folder with such files, or", data_format="parquet"
+        tmp_path, "holds no .parquet file.*fix: set dataset.path to a folder with such files, or", data_format="parquet"
     )
     (tmp_path / "empty.txt").unlink()
-    refused(tmp_path, "holds no files.*fix: Put text into it, or set dataset.path to")
+    refused(tmp_path, "holds no files.*fix: put text into it, or set dataset.path to")
     (tmp_path / "loop.txt").symlink_to("loop.txt")
     refused(
-        tmp_path / "loop.txt", "loop.txt cannot be read: Too many levels of symbolic links.*fix: Repair the file, or"
+        tmp_path / "loop.txt", "loop.txt cannot be read: Too many levels of symbolic links.*fix: repair the file, or"
     )
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.bin"])
 def test_a_folder_of_another_format_is_not_read_as_text(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("x")
-    refused(tmp_path, f"holds {name}, which is not plain text.*Set dataset.format")
+    refused(tmp_path, f"holds {name}, which is not plain text.*set dataset.format")
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet", "a.idx"])
@@ -262,7 +262,7 @@ def test_no_permission_to_read(name: str, open_folder: Path) -> None:
     path.write_text("text")
     path.chmod(0)
     with without_privileges():
-        refused(path, f"{name} cannot be read: permission denied.*fix: Give this user the right to read it, or set")
+        refused(path, f"{name} cannot be read: permission denied.*fix: give this user the right to read it, or set")
 
 
 def test_no_permission_to_list_a_folder(open_folder: Path) -> None:
@@ -274,6 +274,6 @@ def test_no_permission_to_list_a_folder(open_folder: Path) -> None:
 def test_fewer_tokens_than_a_sample(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("x" * 7)
-    refused(path, "The data hold 8 tokens; one sample needs 9.*lower model.seq_length", seq_length=8)
+    refused(path, "the data hold 8 tokens; one sample needs 9.*lower model.seq_length", seq_length=8)
     assert build(path, seq_length=7).n_samples == 1
     np.testing.assert_array_equal(build(path, seq_length=7).sample(0), [120] * 7 + [END])

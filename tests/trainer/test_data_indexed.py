@@ -159,10 +159,10 @@ def test_data_without_sequences_or_tokens(tmp_path: Path) -> None:
     write_indexed(str(tmp_path / "none"), [])
     refused(
         tmp_path / "none",
-        "none.idx lists no sequences: the data are empty.*fix: Write them again from documents with text",
+        "none.idx lists no sequences: the data are empty.*fix: write them again from documents with text",
     )
     write_indexed(str(tmp_path / "blank"), [[], []])
-    refused(tmp_path / "blank", "The data hold 0 tokens; one sample needs 5")
+    refused(tmp_path / "blank", "the data hold 0 tokens; one sample needs 5")
 
 
 def test_every_truncation_of_the_index_is_refused(prefix: Path) -> None:
@@ -221,7 +221,7 @@ def test_any_byte_of_the_index_may_change_without_a_crash(
 
 
 def test_the_writer_refuses_what_does_not_fit(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"(?s)Document 1 holds a token id that does not fit uint16.*from 1 to 65536"):
+    with pytest.raises(DataError, match=r"(?s)document 1 holds a token id that does not fit uint16.*from 1 to 65536"):
         write_indexed(str(tmp_path / "d"), [[0], [1, 65536]], dtype=np.uint16)
     with pytest.raises(DataError, match="cannot hold tokens of dtype float32"):
         write_indexed(str(tmp_path / "d"), [[0]], dtype=np.float32)

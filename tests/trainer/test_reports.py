@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from hostward.config.overrides import apply_overrides
 from hostward.errors import DataError, DeviceError
 from hostward.files import folder_lock
 from hostward.recipes import load
-from hostward.report.schema import REPORT_FILE, TRACE_FILE, Ended, RunReport, read_report
+from hostward.report.schema import PAGE_FILE, REPORT_FILE, TRACE_FILE, Ended, RunReport, read_report
 from hostward.runtime.step_trace import from_chrome
 from hostward.trainer import loop, setup
 from hostward.trainer.memory_sampler import FIRST_ITERATIONS, MOST_SAMPLED, MemorySampler
@@ -178,6 +180,7 @@ def test_signal_9_leaves_the_report_of_a_moment_before(tmp_path: Path, text: Pat
     words = ["train", *SMALL, f"dataset.path={text}", *offloaded(1), "train.train_iters=50", "--run-dir", str(tmp_path)]
     program += loitering("runtime.simulated.backend", "adamw_step", call=24)
     (tmp_path / TRACE_FILE).write_text("of an earlier run")
+    (tmp_path / PAGE_FILE).write_text("of an earlier run")
     with start_process("-c", program, *words) as process:
         wait_for(process, "LOITERING")
         process.send_signal(signal.SIGKILL)
@@ -186,6 +189,15 @@ def test_signal_9_leaves_the_report_of_a_moment_before(tmp_path: Path, text: Pat
     assert (report.ended, report.reason) == ("running", None)
     assert len(report.losses) >= 2
     assert not (tmp_path / TRACE_FILE).exists()
+    assert not (tmp_path / PAGE_FILE).exists()
+
+
+def test_a_page_of_the_run_so_far_stays(train: Cli, tmp_path: Path) -> None:
+    (tmp_path / PAGE_FILE).write_text("of this run")
+    later_s = time.time() + 3600
+    os.utime(tmp_path / PAGE_FILE, (later_s, later_s))
+    train("train.train_iters=1", "--run-dir", tmp_path)
+    assert (tmp_path / PAGE_FILE).exists()
 
 
 def test_reports_on_the_way_are_rare(train: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

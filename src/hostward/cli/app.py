@@ -38,9 +38,8 @@ from hostward.cli.output import (
 from hostward.cli.recipe import DEFAULT_RECIPE, checked, listing
 from hostward.core.startup import Startup
 from hostward.errors import EXIT_CODES, ConfigError, ExitCode, HostwardError, MemoryLimitError
-from hostward.report.schema import REPORT_FILE, TRACE_FILE, read_report
+from hostward.report.schema import PAGE_FILE, REPORT_FILE, TRACE_FILE, read_report
 
-PAGE = "report.html"
 _LESS_MEMORY = "raise optimizer.optimizer_offload_fraction, or lower train.micro_batch_size or model.seq_length"
 P = ParamSpec("P")
 
@@ -336,7 +335,7 @@ def report(
         Path, typer.Argument(metavar="RUN", help="A run's folder, its report.json, or a file that --json wrote.")
     ],
     html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help=f"The page to write; {PAGE} next to the report.")
+        Path | None, typer.Option("--html", metavar="FILE", help=f"The page to write; {PAGE_FILE} next to the report.")
     ] = None,
     png: Annotated[
         Path | None, typer.Option("--png", metavar="FOLDER", help="Write the charts as PNGs too; needs matplotlib.")
@@ -357,7 +356,7 @@ def report(
     if trace is None and run.is_dir() and (run / TRACE_FILE).is_file():
         trace = run / TRACE_FILE
     spans = None if trace is None else from_chrome(trace)
-    page = folder / PAGE if html is None else html
+    page = folder / PAGE_FILE if html is None else html
     replace_text(page, render(found, spans), what="page")
     typer.echo(f"written to {page}")
     if png is None:

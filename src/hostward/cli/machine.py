@@ -85,6 +85,8 @@ def bench_machine(
     print_tables([render(hardware)], told)
     if busy > len(os.sched_getaffinity(0)) / 4:
         print(f"the machine was busy (load average {busy:.1f}), so rates may be too low: measure again", file=told)
+    if hardware.gpu is None:
+        print("no GPU was found, so hostward plan cannot use this file: measure on a machine with one", file=told)
     if json_file != STDOUT:
         print(f"written to {json_file}")
 

@@ -564,9 +564,12 @@ def _hardware(text: str | None) -> Hardware:
         return hardware_profile.profile(text)
     path = Path(text)
     if not path.exists() and path.suffix != ".json":
+        closest = difflib.get_close_matches(text, hardware_profile.PROFILES, n=1)
         raise ConfigError(
             f"--hardware {text} is neither a file nor a shipped profile",
-            fix=f"choose from {', '.join(hardware_profile.PROFILES)}, or write a file: hostward bench machine",
+            fix=f"did you mean --hardware {closest[0]}?"
+            if closest
+            else f"choose from {', '.join(hardware_profile.PROFILES)}, or write a file: hostward bench machine",
         )
     return hardware_profile.load(path)
 

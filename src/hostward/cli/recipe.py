@@ -25,16 +25,20 @@ def configured(recipe: str, overrides: Sequence[str] | None) -> Config:
 
 
 def checked(recipe: str, overrides: Sequence[str] | None) -> Config:
-    """Return the options as `configured`, after checking them here, because importing the trainer takes seconds.
+    """Return the options as `configured`, after checking them and the pretrained folder here: importing the trainer
+    takes seconds.
 
     Several processes are counted there first.
     """
     from hostward.config.validate import check
+    from hostward.trainer.models import type_of_folder
 
     with ranks.same_errors_on_all_ranks():
         config = configured(recipe, overrides)
         if ranks.alone():
             check(config, world_size=1)
+            if config.model.hf_model_path is not None:
+                type_of_folder(config.model.hf_model_path)
     return config
 
 

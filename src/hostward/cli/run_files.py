@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hostward.checkpoint.files import read_latest
 from hostward.cli.output import require_folder
 from hostward.errors import HostwardError, needed_for
-from hostward.report.schema import REPORT_FILE, TRACE_FILE, Ended, RunReport
+from hostward.report.schema import PAGE_FILE, REPORT_FILE, TRACE_FILE, Ended, RunReport
 
 if TYPE_CHECKING:
     from hostward.config.schema import CheckpointConfig
@@ -109,6 +109,7 @@ class RunFiles:
         self._folder = folder
         self._circumstances = circumstances
         self._next_s = time.monotonic() + INTERVAL_S
+        self._began_ns = time.time_ns()
         self.report: RunReport | None = None
         """Final report of the run."""
 
@@ -137,6 +138,7 @@ class RunFiles:
             # The checkpoints' folder is made with the first of them.
             require_folder(f"the run's folder {self._folder}", self._folder)
             self._made(Ended.RUNNING, None).write(self._folder / REPORT_FILE)
+            self._drop_page(self._folder)
             _drop_trace(self._folder)
         except HostwardError as error:  # a full disk is no reason to stop training
             log.warning("the report so far could not be written: %s", error.why or error.what)
@@ -148,11 +150,18 @@ class RunFiles:
 
         return report(self._run, self._circumstances(), ended=ended, reason=reason)
 
+    def _drop_page(self, folder: Path) -> None:
+        """Remove the page that `hostward report` made of an earlier run, but not one of this run so far."""
+        with contextlib.suppress(OSError):
+            if (folder / PAGE_FILE).stat().st_mtime_ns < self._began_ns:
+                (folder / PAGE_FILE).unlink()
+
     def _write(self, made: RunReport) -> None:
         if self._folder is None:
             return
         require_folder(f"the run's folder {self._folder}", self._folder)
         made.write(self._folder / REPORT_FILE)
+        self._drop_page(self._folder)
         if self._run.trace is not None:
             self._run.trace.write(self._folder / TRACE_FILE)
         else:

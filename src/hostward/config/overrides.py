@@ -119,6 +119,12 @@ def _require_unspaced(words: Sequence[str]) -> None:
     """Raise ConfigError for `optimizer.lr = 3`: three words arrive, each of them wrong for another reason."""
     for i, word in enumerate(words):
         before, after = words[max(0, i - 1) : i], words[i + 1 : i + 2]
+        if word in options() and after and "=" not in after[0]:
+            raise ConfigError(
+                f"{word} {after[0]} has a space between option and value",
+                why="an option and its value are one word of the command line",
+                fix=f"write {word}={after[0]}",
+            )
         if word.startswith("=") and before and "=" not in before[0]:
             parts = [*before, word, *(after if word == "=" else ())]
         elif word.endswith("=") and word != "=" and after and "=" not in after[0]:
@@ -149,7 +155,8 @@ def split_word(word: str) -> tuple[OptionInfo, str]:
         raise ConfigError(f"Unknown option: {word}", fix=example)
     name, equals, text = word.partition("=")
     if not equals:
-        raise ConfigError(f"Expected override in KEY=VALUE form, got {word!r}", fix=example)
+        fix = f"write {word}=VALUE" if word in options() else example
+        raise ConfigError(f"Expected override in KEY=VALUE form, got {word!r}", fix=fix)
     if name.startswith(("+", "~")):
         raise ConfigError(
             f"{name!r} adds or removes an option",

@@ -52,6 +52,16 @@ _NVME = (
 )
 
 
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} is no DeepSpeed configuration", why=str(error), fix="name its JSON file, or pass the dictionary"
+        ) from error
+    return found
+
+
 def from_deepspeed(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     """Return options of `offload` and `offloading` that offload what a DeepSpeed configuration offloads.
 
@@ -74,7 +84,7 @@ def from_deepspeed(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: naming every key that is not translated, with the reason and the fix.
     """
-    content = json.loads(Path(config).read_text(encoding="utf-8")) if isinstance(config, (str, Path)) else config
+    content = _read(Path(config)) if isinstance(config, (str, Path)) else config
     found = _Translation()
     readers: Mapping[str, Callable[[Any], None]] = {
         "zero_optimization": found.zero,

@@ -18,7 +18,7 @@ import torch
 from hostward.core.host_limits import Rates
 from hostward.core.inventory import FP32_STATE, Bucket, StateFormat, bucket_as_asked, cut_buckets
 from hostward.core.placement import Plan, checked_fraction, place_fraction, placed, streamed_share_of
-from hostward.core.units import size_bytes
+from hostward.core.units import size, size_bytes, size_option
 from hostward.errors import ConfigError, MemoryLimitError, PageLockError, RankError
 from hostward.model.parameters import ParamRecord, local_of
 from hostward.plan.plan_file import PlanFile, load
@@ -177,9 +177,10 @@ def _least_fraction(buckets: Sequence[Bucket], grad_dtype: torch.dtype | None, b
     away = fixed + state + (MIN_STAGING_BUFFERS + 1) * largest - budget_bytes
     if fixed + min(MIN_STAGING_BUFFERS, len(buckets)) * largest > budget_bytes:
         raise MemoryLimitError(
-            f"device_memory={budget_bytes:,} bytes are too few: weights and gradients alone take {fixed:,}",
-            why=f"with all state off the device, two staging buffers of {largest:,} bytes come on top",
-            fix=f"device_memory={fixed + MIN_STAGING_BUFFERS * largest:,} at least, or a plan that lets weights leave",
+            f"{size(budget_bytes)} of device_memory are too little: weights and gradients alone take {size(fixed)}",
+            why=f"with all state off the device, two staging buffers of {size(largest)} come on top",
+            fix=f'device_memory="{size_option(fixed + MIN_STAGING_BUFFERS * largest)}" at least, or a plan that lets '
+            "weights leave",
         )
     return min(1.0, away / state)
 

@@ -123,7 +123,7 @@ def speeds_of(hardware: Hardware, gpus: int = 1) -> Speeds:
     gpu = hardware.gpu
     if gpu is None:
         raise ConfigError(
-            f"the hardware file {hardware.name!r} has no GPU",
+            f"the hardware file of {hardware.name!r} has no GPU",
             why="a plan is about the time and the memory of a GPU",
             fix="name a shipped profile or a file that was measured on a GPU machine: --hardware h200",
         )

@@ -392,10 +392,10 @@ def differences(a: PlanFile, b: PlanFile) -> list[str]:
         for name in type(old).__dataclass_fields__:
             before, after = getattr(old, name), getattr(new, name)
             if before != after:
-                lines.append(f"{part}.{name}: {_value(before)} -> {_value(after)}")
+                lines.append(f"{part}.{name}: {_value(before, name)} -> {_value(after, name)}")
     for name in ("gradients_on_host", "staging_bytes", "pin_gradients", "pin_weights"):
         if getattr(a, name) != getattr(b, name):
-            lines.append(f"{name}: {_value(getattr(a, name))} -> {_value(getattr(b, name))}")
+            lines.append(f"{name}: {_value(getattr(a, name), name)} -> {_value(getattr(b, name), name)}")
     lines += _state_differences(a, b)
     for column, what in (("activations", "saved activations"), ("weights", "weights")):
         old_rows, new_rows = ({row.layer: str(getattr(row, column)) for row in plan.layers} for plan in (a, b))
@@ -474,9 +474,12 @@ def summary(a: PlanFile, b: PlanFile) -> str:
     return f"predicted of the second plan: {', '.join(changes)}, a step {longer}"
 
 
-def _value(value: object) -> str:
+def _value(value: object, name: str) -> str:
+    """Format the value of a field for people; its name ends with the unit."""
+    if isinstance(value, int) and name.endswith("_bytes"):
+        return size(value)
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return f"{value:.4g}{' s' if name.endswith('_s') else ''}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 

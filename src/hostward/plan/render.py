@@ -14,7 +14,7 @@ from hostward.errors import ConfigError, HostwardError, needed_for
 from hostward.plan.budgets import Units, by_owner, by_phase, columns, nearest, needed, short_of, units_of
 from hostward.plan.decisions import Choice, FrontierPoint, Keep
 from hostward.plan.memory_model import TRAINING
-from hostward.plan.result import Answer, Fix, more_gpus_in_vain, offloads, verdict
+from hostward.plan.result import Answer, Fix, default_budgets, more_gpus_in_vain, offloads, verdict
 from hostward.plan.search import Candidate
 from hostward.plan.workload import Workload
 
@@ -94,6 +94,9 @@ def _title(found: Answer) -> str:
         lines.append(
             f"the limit of device memory, {size(limit)}, is above that GPU's: {size(hardware.gpu.memory_bytes)}"
         )
+    elif hardware.gpu and limit is not None and limit == default_budgets(hardware, question.gpus).device_bytes:
+        whole, reserve = size(hardware.gpu.memory_bytes), size(hardware.gpu.memory_bytes - limit)
+        lines.append(f"limit of device memory: {whole} less {reserve} for the driver, libraries and the allocator")
     if workload.ranks > 1:
         unsharded = "while they run" if workload.resharded else "from forward to backward"
         shared = f"state, gradients and weights sharded among {workload.ranks} GPUs, layers unsharded {unsharded}"

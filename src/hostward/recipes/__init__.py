@@ -173,7 +173,8 @@ def load(name: str) -> Config:
         UnknownNameError: no such recipe; the text proposes the nearest one.
     """
     if name not in RECIPES:
-        closest = nearest(name, RECIPES)
+        begun = [known for known in RECIPES if name and known.startswith(name)]
+        closest = " or ".join(begun) or nearest(name, RECIPES)
         raise UnknownNameError(
             f"there is no recipe {name!r}",
             fix=f"did you mean {closest}?" if closest else f"the recipes are {', '.join(RECIPES)}",

@@ -24,6 +24,7 @@ from hostward.plan.decisions import FrontierPoint
 
 REPORT_FILE = "report.json"
 TRACE_FILE = "trace.json"
+PAGE_FILE = "report.html"
 FORMAT = "hostward-run"
 VERSION = 1
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hostward.config.schema import Config, ModelConfig
-from hostward.errors import ConfigError, ModelError
+from hostward.errors import ConfigError, ModelError, needed_for
 
 if TYPE_CHECKING:
     import torch
@@ -144,7 +144,8 @@ def transformers_config(model: ModelConfig, *, vocab_size: int | None) -> Any:
     Raises:
         ConfigError: neither `model.vocab_size` nor `vocab_size` is given.
     """
-    from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
+    with needed_for("a model", "train"):
+        from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
     rows = model.vocab_size if model.vocab_size is not None else vocab_size
     if rows is None:
@@ -221,10 +222,10 @@ def load_pretrained(model: ModelConfig, path: str, dtype: torch.dtype) -> Any:
     Raises:
         ModelError: the folder or its files cannot be read, or lack a weight that the model needs.
     """
+    described = pretrained_config(model, path)
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
-    described = pretrained_config(model, path)
     causal: Any = AutoModelForCausalLM
     try:
         loaded, info = causal.from_pretrained(
@@ -248,22 +249,34 @@ def unusable_weights(path: str, why: str) -> ModelError:
     )
 
 
+def type_of_folder(path: str) -> str | None:
+    """Return the model type that the config.json of a pretrained folder names.
+
+    Raises:
+        ModelError: no such folder, or no readable config.json in it.
+    """
+    file = Path(path) / "config.json"
+    try:
+        found: str | None = json.loads(file.read_text(encoding="utf-8")).get("model_type")
+    except (OSError, ValueError, AttributeError) as error:
+        missing = not Path(path).exists()
+        raise ModelError(
+            f"model.hf_model_path={path} is not a pretrained folder",
+            why="there is no such folder here, and nothing is downloaded" if missing else f"{file}: {error}",
+            fix="name a local folder that holds config.json and the weights, or fetch the model into one first",
+        ) from error
+    return found
+
+
 def pretrained_config(model: ModelConfig, path: str) -> Any:
     """Return the transformers configuration of a local folder, with the implementations that the options ask for.
 
     Raises:
         ModelError: no readable config.json, or another architecture than `model.architecture`.
     """
-    from transformers import AutoConfig
-
-    fix = "name a local folder that holds config.json and the weights, or fetch the model into one first"
-    file = Path(path) / "config.json"
-    try:
-        found = json.loads(file.read_text(encoding="utf-8")).get("model_type")
-    except (OSError, ValueError, AttributeError) as error:
-        raise ModelError(
-            f"model.hf_model_path={path} is not a pretrained folder", why=f"{file}: {error}", fix=fix
-        ) from error
+    found = type_of_folder(path)
+    with needed_for("a model", "train"):
+        from transformers import AutoConfig
     if found != model.architecture:
         raise ModelError(
             f"model.hf_model_path={path} holds a model of type {found!r}, not {model.architecture!r}",

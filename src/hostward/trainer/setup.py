@@ -42,7 +42,7 @@ from hostward.trainer.memory_check import (
     slow_halves,
 )
 from hostward.trainer.microbatches import Pipeline, WholeModel
-from hostward.trainer.models import parameter_count, pretrained_config
+from hostward.trainer.models import parameter_count, pretrained_config, type_of_folder
 from hostward.trainer.offload_options import (
     attach_activations,
     make_optimizer,
@@ -261,6 +261,8 @@ def estimate_memory(
 
 def _dataset(config: Config) -> TokenDataset:
     options, tokenizer = config.dataset, config.tokenizer
+    if config.model.hf_model_path is not None:
+        type_of_folder(config.model.hf_model_path)  # before a tokenizer is looked for in it
     folder = config.model.hf_model_path if tokenizer.tokenizer_type == "huggingface" else None
     return build_dataset(
         path=options.path,

@@ -24,7 +24,7 @@ from typing import Any
 import hostward
 from hostward.config.schema import Config, ModelConfig
 from hostward.core.inventory import Dtype, Inventory
-from hostward.errors import ConfigError, ModelError
+from hostward.errors import ConfigError, ModelError, needed_for
 from hostward.files.atomic_file import replace_text
 from hostward.plan.lengths import at_length, lengths_around
 from hostward.plan.workload import Workload, from_text, to_text
@@ -87,7 +87,8 @@ def recipe_workload(
     options = traced_options(config)
 
     def trace(lengths: Sequence[int]) -> list[Workload]:
-        from hostward.trainer.meta_trace import trace_recipe  # imports torch
+        with needed_for("planning", "train,plan"):
+            from hostward.trainer.meta_trace import trace_recipe  # imports torch
 
         return trace_recipe(options, vocab_size, lengths)
 
@@ -143,6 +144,9 @@ def config_workload(
         ModelError: no readable configuration, or none of a causal language model.
     """
     file = path / "config.json" if path.is_dir() else path
+    fix = "name a config.json of a causal language model of transformers, or the folder that holds it"
+    if not file.exists():
+        raise ModelError(f"there is no {file}", why="models are read from disk; nothing is downloaded", fix=fix)
     try:
         content: Any = json.loads(file.read_text(encoding="utf-8"))
         content["model_type"]
@@ -150,11 +154,12 @@ def config_workload(
         raise ModelError(
             f"{file} does not describe a model",
             why=f"{type(error).__name__}: {error}",
-            fix="name a config.json of a causal language model of transformers, or the folder that holds it",
+            fix=fix,
         ) from error
 
     def trace(lengths: Sequence[int]) -> list[Workload]:
-        from hostward.trainer.meta_trace import trace_config_file
+        with needed_for("planning", "train,plan"):
+            from hostward.trainer.meta_trace import trace_config_file
 
         return trace_config_file(file, content, dtype, microbatch_sequences, lengths)
 

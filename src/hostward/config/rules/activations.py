@@ -41,7 +41,8 @@ OFFLOADING_RULES = (
             and (c.model.cpu_offloading_num_layers < 0 or 0 < c.model.num_layers <= c.model.cpu_offloading_num_layers)
         ),
         "CPU offloading can be done only for layers less than {model.num_layers}",
-        "set model.cpu_offloading_num_layers, the number of first layers to offload, from 0 to model.num_layers - 1",
+        "set model.cpu_offloading_num_layers, the number of first layers to offload, from 0 to model.num_layers - 1: "
+        "the last layer stays, because its backward begins as soon as its forward ends",
         shared_with_megatron=True,
     ),
     Rule(

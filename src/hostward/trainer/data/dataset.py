@@ -139,9 +139,9 @@ class TokenDataset:
 
     def __init__(self, source: TokenSource, *, vocab_size: int, seq_length: int, seed: int) -> None:
         if seq_length < 1:
-            raise DataError(f"model.seq_length={seq_length} is not positive.", fix="Set it to 1 or more.")
+            raise DataError(f"model.seq_length={seq_length} is not positive", fix="set it to 1 or more")
         if not 0 <= seed < 2**64:
-            raise DataError(f"The data seed {seed} is outside [0, 2**64).", fix="Set rng.seed in that range.")
+            raise DataError(f"the data seed {seed} is outside [0, 2**64)", fix="set rng.seed in that range")
         self.source = source
         self._seed = seed
         self.vocab_size = vocab_size
@@ -151,9 +151,9 @@ class TokenDataset:
         self.description = f"{source.description}, {_quantity(self.n_tokens)} tokens"
         if self.n_samples < 1:
             raise DataError(
-                f"The data hold {self.n_tokens:,} tokens; one sample needs {seq_length + 1:,}.",
-                why=f"{self.description}; a sample is model.seq_length tokens and the label of the last.",
-                fix="Give more data in dataset.path, or lower model.seq_length.",
+                f"the data hold {self.n_tokens:,} tokens; one sample needs {seq_length + 1:,}",
+                why=f"{self.description}; a sample is model.seq_length tokens and the label of the last",
+                fix="give more data in dataset.path, or lower model.seq_length",
             )
         if self.n_tokens <= _CHECKED_AT_START_TOKENS:
             for tokens in _chunks(source):
@@ -166,7 +166,7 @@ class TokenDataset:
     def sample(self, index: int) -> Tokens:
         """Return tokens [seq_length + 1], int64, of the sample at `index` >= 0 of the endless order."""
         if index < 0:
-            raise DataError(f"The sample index {index} is negative.", fix="Count samples from 0.")
+            raise DataError(f"the sample index {index} is negative", fix="count samples from 0")
         epoch, position = divmod(index, self.n_samples)
         if epoch != self._epoch:
             self._permutation = epoch_permutation(self.n_samples, seed=self._seed, epoch=epoch)
@@ -189,10 +189,10 @@ class TokenDataset:
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high >= self.vocab_size:
             raise DataError(
-                f"The data hold the token id {low if low < 0 else high}; the vocabulary has {self.vocab_size:,} ids.",
-                why=f"Reading {self.source.description}.",
-                fix="Use the tokenizer that wrote the data, set tokenizer.tokenizer_type=null to take the vocabulary "
-                "from the data, or set model.vocab_size.",
+                f"the data hold the token id {low if low < 0 else high}; the vocabulary has {self.vocab_size:,} ids",
+                why=f"reading {self.source.description}",
+                fix="use the tokenizer that wrote the data, set tokenizer.tokenizer_type=null to take the vocabulary "
+                "from the data, or set model.vocab_size",
             )
 
 
@@ -227,14 +227,14 @@ def build_dataset(
     data_format = _resolve_format(path, data_format)
     if text_key != DEFAULT_TEXT_KEY and data_format not in ("jsonl", "parquet"):
         raise DataError(
-            f"dataset.text_key={text_key} has no effect: {path} is read as {data_format}, which has no keys.",
-            fix="Leave dataset.text_key out, or set dataset.format.",
+            f"dataset.text_key={text_key} has no effect: {path} is read as {data_format}, which has no keys",
+            fix="leave dataset.text_key out, or set dataset.format",
         )
     tokenizer = load_tokenizer(tokenizer_type, tokenizer_model)
     if tokenizer is not None and vocab_size is not None and vocab_size < tokenizer.n_ids:
         raise DataError(
-            f"model.vocab_size={vocab_size} is smaller than the tokenizer's {tokenizer.n_ids:,} ids.",
-            fix=f"Set model.vocab_size to at least {tokenizer.n_ids}, or leave it out.",
+            f"model.vocab_size={vocab_size} is smaller than the tokenizer's {tokenizer.n_ids:,} ids",
+            fix=f"set model.vocab_size to at least {tokenizer.n_ids}, or leave it out",
         )
     if vocab_size is None and tokenizer is not None:
         vocab_size = tokenizer.vocab_size
@@ -242,8 +242,8 @@ def build_dataset(
     if data_format == "mock":
         if vocab_size is None or vocab_size < 1:
             raise DataError(
-                "Mock data with tokenizer.tokenizer_type=null need a positive vocabulary size.",
-                fix="Set model.vocab_size, or tokenizer.tokenizer_type=byte.",
+                "mock data with tokenizer.tokenizer_type=null need a positive vocabulary size",
+                fix="set model.vocab_size, or tokenizer.tokenizer_type=byte",
             )
         source = MockTokens(vocab_size, seed, max(MOCK_TOKENS, 64 * seq_length + 1))
     elif data_format == "indexed":
@@ -272,15 +272,15 @@ def _resolve_format(path: str | None, data_format: str) -> str:
     Raises DataError if path and format contradict each other.
     """
     if data_format not in DATA_FORMATS:
-        raise DataError(f"dataset.format={data_format} is unknown.", fix=f"Use one of: {', '.join(DATA_FORMATS)}.")
+        raise DataError(f"dataset.format={data_format} is unknown", fix=f"use one of: {', '.join(DATA_FORMATS)}")
     if path is None:
         if data_format in ("auto", "stdlib", "mock"):
             return "stdlib" if data_format == "auto" else data_format
-        raise DataError(f"dataset.format={data_format} needs a path.", fix="Set dataset.path.")
+        raise DataError(f"dataset.format={data_format} needs a path", fix="set dataset.path")
     if data_format in ("stdlib", "mock"):
         raise DataError(
-            f"dataset.path={path} is set, but dataset.format={data_format} reads no path.",
-            fix="Leave dataset.path out, or set dataset.format=auto.",
+            f"dataset.path={path} is set, but dataset.format={data_format} reads no path",
+            fix="leave dataset.path out, or set dataset.format=auto",
         )
     if data_format != "auto":
         return data_format
@@ -297,9 +297,9 @@ def _tokenize(path: str | None, data_format: str, text_key: str, tokenizer: Toke
     files = stdlib_files() if path is None else find_files(Path(path), suffixes)
     if tokenizer is None:
         raise DataError(
-            f"tokenizer.tokenizer_type=null cannot read text (dataset.format={data_format}).",
-            why="It means that the data are token ids already.",
-            fix="Set tokenizer.tokenizer_type=byte or huggingface.",
+            f"tokenizer.tokenizer_type=null cannot read text (dataset.format={data_format})",
+            why="it means that the data are token ids already",
+            fix="set tokenizer.tokenizer_type=byte or huggingface",
         )
     if data_format == "jsonl":
         documents = jsonl_documents(files, text_key)
@@ -315,7 +315,7 @@ def _tokenize(path: str | None, data_format: str, text_key: str, tokenizer: Toke
             tokens.frombytes(ids.astype(dtype).tobytes())
             tokens.frombytes(end)
     if not tokens:
-        raise DataError(f"{path} is empty: it holds no text.", fix="Set dataset.path to data with text in it.")
+        raise DataError(f"{path} is empty: it holds no text", fix="set dataset.path to data with text in it")
     if path is None:
         what = f"{len(files):,} Python files"
     else:

@@ -34,19 +34,19 @@ def reading(path: Path) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise DataError(
-            f"{path} does not exist.",
-            why="" if path.is_absolute() else f"The path is relative to {Path.cwd()}.",
-            fix="Set dataset.path to a file or folder that is there, or to PREFIX where PREFIX.bin and PREFIX.idx are.",
+            f"{path} does not exist",
+            why="" if path.is_absolute() else f"the path is relative to {Path.cwd()}",
+            fix="set dataset.path to a file or folder that is there, or to PREFIX where PREFIX.bin and PREFIX.idx are",
         ) from error
     except PermissionError as error:
         raise DataError(
-            f"{path} cannot be read: permission denied.",
-            fix="Give this user the right to read it, or set dataset.path to a copy that it may read.",
+            f"{path} cannot be read: permission denied",
+            fix="give this user the right to read it, or set dataset.path to a copy that it may read",
         ) from error
     except OSError as error:
         raise DataError(
-            f"{path} cannot be read: {error.strerror or error}.",
-            fix="Repair the file, or set dataset.path to a copy that can be read.",
+            f"{path} cannot be read: {error.strerror or error}",
+            fix="repair the file, or set dataset.path to a copy that can be read",
         ) from error
 
 
@@ -72,9 +72,9 @@ def stdlib_files() -> list[Path]:
         files.append(path)
     if not files:
         raise DataError(
-            "The sources of the Python standard library are not on this machine.",
-            why=f"{root} holds no .py files.",
-            fix="Set dataset.path to text of your own, or dataset.format=mock.",
+            "the sources of the Python standard library are not on this machine",
+            why=f"{root} holds no .py files",
+            fix="set dataset.path to text of your own, or dataset.format=mock",
         )
     return files
 
@@ -97,22 +97,22 @@ def find_files(path: Path, suffixes: tuple[str, ...] | None) -> list[Path]:
         files = [file for file in found if file.suffix.lower() in suffixes]
         if not files:
             raise DataError(
-                f"The folder {path} holds no {' or '.join(suffixes)} file.",
-                fix="Set dataset.path to a folder with such files, or dataset.format to what is in this one.",
+                f"the folder {path} holds no {' or '.join(suffixes)} file",
+                fix="set dataset.path to a folder with such files, or dataset.format to what is in this one",
             )
         return files
     if not found:
         raise DataError(
-            f"The folder {path} holds no files.",
-            why="Hidden ones are left out.",
-            fix="Put text into it, or set dataset.path to a file or to a folder with text.",
+            f"the folder {path} holds no files",
+            why="hidden ones are left out",
+            fix="put text into it, or set dataset.path to a file or to a folder with text",
         )
     for file in found:
         if file.suffix.lower() in (".jsonl", *PARQUET_SUFFIXES, *INDEXED_SUFFIXES):
             raise DataError(
-                f"The folder {path} holds {file.relative_to(path)}, which is not plain text.",
-                why="A folder is read as text, every file of it.",
-                fix="Set dataset.format=jsonl or parquet, or set dataset.path to the file or the .bin/.idx prefix.",
+                f"the folder {path} holds {file.relative_to(path)}, which is not plain text",
+                why="a folder is read as text, every file of it",
+                fix="set dataset.format=jsonl or parquet, or set dataset.path to the file or the .bin/.idx prefix",
             )
     return found
 
@@ -165,7 +165,7 @@ def parquet_documents(files: Sequence[Path], text_key: str) -> Iterator[Document
                         yield _text_document(text, f"{path} row {row}", text_key)
         except (pa.ArrowException, OSError) as error:
             raise DataError(
-                f"{path} is not a readable parquet file.", why=str(error).splitlines()[0], fix="Write the file again."
+                f"{path} is not a readable parquet file", why=str(error).splitlines()[0], fix="write the file again"
             ) from error
 
 
@@ -194,19 +194,19 @@ def _json_document(line: bytes, origin: str, text_key: str) -> Document:
         record = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"{origin} is not valid JSON.",
+            f"{origin} is not valid JSON",
             why=str(error),
-            fix="Each line must be one JSON object; for plain text set dataset.format=text.",
+            fix="each line must be one JSON object; for plain text set dataset.format=text",
         ) from error
     if not isinstance(record, dict):
         raise DataError(
-            f"{origin} is a JSON {type(record).__name__}, not an object.",
-            fix=f'Each line must be one object such as {{"{text_key}": "..."}}.',
+            f"{origin} is a JSON {type(record).__name__}, not an object",
+            fix=f'each line must be one object such as {{"{text_key}": "..."}}',
         )
     if text_key not in record:
         raise DataError(
-            f"{origin} has no key '{text_key}'; its keys are: {_listed(record)}.",
-            fix="Set dataset.text_key to the key that holds the text.",
+            f"{origin} has no key '{text_key}'; its keys are: {_listed(record)}",
+            fix="set dataset.text_key to the key that holds the text",
         )
     return _text_document(record[text_key], origin, text_key)
 
@@ -215,15 +215,15 @@ def _text_document(text: object, origin: str, text_key: str) -> Document:
     if not isinstance(text, str):
         found = "null" if text is None else f"a value of type {type(text).__name__}"
         raise DataError(
-            f"{origin} holds {found} in '{text_key}', not text.",
-            fix="Remove such records, or set dataset.text_key to the key that holds the text.",
+            f"{origin} holds {found} in '{text_key}', not text",
+            fix="remove such records, or set dataset.text_key to the key that holds the text",
         )
     try:
         return Document(text.encode("utf-8"), origin)
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{origin} has half a surrogate pair in '{text_key}', which no UTF-8 text can hold.",
-            fix="Repair or remove that record.",
+            f"{origin} has half a surrogate pair in '{text_key}', which no UTF-8 text can hold",
+            fix="repair or remove that record",
         ) from error
 
 
@@ -231,13 +231,13 @@ def _check_column(schema: Any, path: Path, text_key: str) -> None:
     fields = {field.name: str(field.type) for field in schema}
     if text_key not in fields:
         raise DataError(
-            f"{path} has no column '{text_key}'; its columns are: {_listed(fields)}.",
-            fix="Set dataset.text_key to the column that holds the text.",
+            f"{path} has no column '{text_key}'; its columns are: {_listed(fields)}",
+            fix="set dataset.text_key to the column that holds the text",
         )
     if fields[text_key] not in _PARQUET_TEXT_TYPES:
         raise DataError(
-            f"The column '{text_key}' of {path} holds {fields[text_key]}, not text.",
-            fix="Set dataset.text_key to the column that holds the text.",
+            f"the column '{text_key}' of {path} holds {fields[text_key]}, not text",
+            fix="set dataset.text_key to the column that holds the text",
         )
 
 

@@ -111,35 +111,35 @@ class IndexedTokens:
         head = index[: _HEADER.size].tobytes()
         if not head.startswith(_MAGIC[: len(head)]):
             raise DataError(
-                f"{path} is not an index of Megatron's format.",
-                why=f"It begins with {head[: len(_MAGIC)]!r} and not with {_MAGIC!r}.",
-                fix="Write the data with Megatron's preprocessing, or set dataset.path to text, JSON lines or parquet.",
+                f"{path} is not an index of Megatron's format",
+                why=f"it begins with {head[: len(_MAGIC)]!r} and not with {_MAGIC!r}",
+                fix="write the data with Megatron's preprocessing, or set dataset.path to text, JSON lines or parquet",
             )
         if len(head) < _HEADER.size:
             raise _truncated(path, _HEADER.size, len(index))
         _, version, code, n_sequences, n_boundaries = _HEADER.unpack(head)
         if version != _VERSION:
             raise DataError(
-                f"{path} has version {version}; only version {_VERSION} is known.", fix="Write the data again."
+                f"{path} has version {version}; only version {_VERSION} is known", fix="write the data again"
             )
         if code not in _DTYPES:
             raise DataError(
-                f"{path} names token dtype {code}; known are {min(_DTYPES)} to {max(_DTYPES)}.",
-                fix="Write the data again.",
+                f"{path} names token dtype {code}; known are {min(_DTYPES)} to {max(_DTYPES)}",
+                fix="write the data again",
             )
         dtype = np.dtype(_DTYPES[code])
         if dtype.kind == "f":
             raise DataError(
-                f"{path} holds {dtype.name} values, which are no token ids.",
-                fix="Write the data with an integer dtype.",
+                f"{path} holds {dtype.name} values, which are no token ids",
+                fix="write the data with an integer dtype",
             )
         needed_bytes = _HEADER.size + 12 * n_sequences + 8 * n_boundaries
         if len(index) < needed_bytes:
             raise _truncated(path, needed_bytes, len(index))
         if len(index) not in (needed_bytes, needed_bytes + n_sequences):
             raise DataError(
-                f"{path} has {len(index) - needed_bytes:,} bytes more than its header declares.",
-                fix="The file is damaged: write the data again.",
+                f"{path} has {len(index) - needed_bytes:,} bytes more than its header declares",
+                fix="the file is damaged: write the data again",
             )
         return dtype, n_sequences, n_boundaries
 
@@ -152,18 +152,18 @@ class IndexedTokens:
             or np.any(np.diff(boundaries) < 0)
         ):
             raise DataError(
-                f"The document boundaries of {self._idx_path} do not run from 0 to its {n_sequences:,} sequences.",
-                fix="The file is damaged: write the data again.",
+                f"the document boundaries of {self._idx_path} do not run from 0 to its {n_sequences:,} sequences",
+                fix="the file is damaged: write the data again",
             )
         if n_sequences == 0:
             raise DataError(
-                f"{self._idx_path} lists no sequences: the data are empty.",
-                why="The writer had no documents.",
-                fix="Write them again from documents with text, or set dataset.path to the prefix of other data.",
+                f"{self._idx_path} lists no sequences: the data are empty",
+                why="the writer had no documents",
+                fix="write them again from documents with text, or set dataset.path to the prefix of other data",
             )
         if int(self._lengths.min()) < 0 or int(self._pointers.min()) < 0:
             raise DataError(
-                f"{self._idx_path} holds a negative length or offset.", fix="The file is damaged: write the data again."
+                f"{self._idx_path} holds a negative length or offset", fix="the file is damaged: write the data again"
             )
         # Compared by subtraction: a damaged offset near 2**63 must not wrap around in the sum.
         room_bytes = len(self._data) - self._pointers
@@ -189,8 +189,8 @@ def write_indexed(prefix: str, documents: Iterable[npt.ArrayLike], *, dtype: npt
     codes = {np.dtype(name): code for code, name in _DTYPES.items()}
     if stored not in codes or stored.kind == "f":
         raise DataError(
-            f"Indexed data cannot hold tokens of dtype {stored.name}.",
-            fix="Use uint8, int8, int16, uint16, int32 or int64.",
+            f"indexed data cannot hold tokens of dtype {stored.name}",
+            fix="use uint8, int8, int16, uint16, int32 or int64",
         )
     limits = np.iinfo(stored)
     lengths: list[int] = []
@@ -199,9 +199,9 @@ def write_indexed(prefix: str, documents: Iterable[npt.ArrayLike], *, dtype: npt
             tokens = np.asarray(document)
             if tokens.size and (int(tokens.min()) < limits.min or int(tokens.max()) > limits.max):
                 raise DataError(
-                    f"Document {number} holds a token id that does not fit {stored.name}.",
-                    why=f"Its ids run from {tokens.min()} to {tokens.max()}.",
-                    fix="Choose a wider dtype.",
+                    f"document {number} holds a token id that does not fit {stored.name}",
+                    why=f"its ids run from {tokens.min()} to {tokens.max()}",
+                    fix="choose a wider dtype",
                 )
             data.write(tokens.astype(stored).tobytes())
             lengths.append(tokens.size)
@@ -226,9 +226,9 @@ def _map(path: Path) -> _Array:
 
 def _truncated(path: Path, needed_bytes: int, found_bytes: int) -> DataError:
     return DataError(
-        f"{path} is truncated: it has {found_bytes:,} bytes, and its index needs {needed_bytes:,}.",
-        why="Copying or writing it was cut short, or .bin and .idx belong to different data.",
-        fix="Copy or write both files again.",
+        f"{path} is truncated: it has {found_bytes:,} bytes, and its index needs {needed_bytes:,}",
+        why="copying or writing it was cut short, or .bin and .idx belong to different data",
+        fix="copy or write both files again",
     )
 
 

@@ -94,9 +94,9 @@ class HuggingFaceTokenizer:
         eos = self._tokenizer.eos_token_id
         if eos is None:
             raise DataError(
-                f"The tokenizer in {folder} names no end-of-sequence token.",
-                why="Documents are joined into one stream, and that token marks where one ends.",
-                fix="Set eos_token in its tokenizer_config.json.",
+                f"the tokenizer in {folder} names no end-of-sequence token",
+                why="documents are joined into one stream, and that token marks where one ends",
+                fix="set eos_token in its tokenizer_config.json",
             )
         self.label = f"{Path(folder).name}-tokenized"
         self.end_of_document = int(eos)
@@ -121,21 +121,21 @@ def load_tokenizer(tokenizer_type: str, tokenizer_model: str | None) -> Tokenize
     """
     if tokenizer_type not in TOKENIZER_TYPES:
         raise DataError(
-            f"tokenizer.tokenizer_type={tokenizer_type} is unknown.",
-            fix=f"Use one of: {', '.join(TOKENIZER_TYPES)}.",
+            f"tokenizer.tokenizer_type={tokenizer_type} is unknown",
+            fix=f"use one of: {', '.join(TOKENIZER_TYPES)}",
         )
     if tokenizer_type == "huggingface":
         if tokenizer_model is None:
             raise DataError(
-                "tokenizer.tokenizer_type=huggingface needs a tokenizer folder.",
-                fix="Set tokenizer.tokenizer_model to a local folder with tokenizer.json.",
+                "tokenizer.tokenizer_type=huggingface needs a tokenizer folder",
+                fix="set tokenizer.tokenizer_model to a local folder with tokenizer.json",
             )
         return HuggingFaceTokenizer(tokenizer_model)
     if tokenizer_model is not None:
         raise DataError(
             f"tokenizer.tokenizer_model={tokenizer_model} is set, but tokenizer.tokenizer_type={tokenizer_type} "
-            "does not use it.",
-            fix="Set tokenizer.tokenizer_type=huggingface, or leave tokenizer.tokenizer_model out.",
+            "does not use it",
+            fix="set tokenizer.tokenizer_type=huggingface, or leave tokenizer.tokenizer_model out",
         )
     return ByteTokenizer() if tokenizer_type == "byte" else None
 
@@ -143,9 +143,9 @@ def load_tokenizer(tokenizer_type: str, tokenizer_model: str | None) -> Tokenize
 def _load(folder: str) -> Any:
     if not Path(folder).is_dir():
         raise DataError(
-            f"tokenizer.tokenizer_model={folder} is not a local folder.",
-            why="Tokenizers are read from disk; nothing is downloaded.",
-            fix="Give the path of a folder with tokenizer.json or the tokenizer's own vocabulary files.",
+            f"tokenizer.tokenizer_model={folder} is not a local folder",
+            why="tokenizers are read from disk; nothing is downloaded",
+            fix="give the path of a folder with tokenizer.json or the tokenizer's own vocabulary files",
         )
     with needed_for("tokenizer.tokenizer_type=huggingface", "train"):
         from transformers import AutoTokenizer
@@ -153,9 +153,9 @@ def _load(folder: str) -> Any:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
-            f"The tokenizer in {folder} cannot be loaded.",
+            f"the tokenizer in {folder} cannot be loaded",
             why=f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no detail'}",
-            fix="Write the folder again with save_pretrained of the tokenizer.",
+            fix="write the folder again with save_pretrained of the tokenizer",
         ) from error
 
 
@@ -164,7 +164,7 @@ def _decode(document: Document) -> str:
         return document.raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{document.origin} is not UTF-8: byte 0x{document.raw[error.start]:02x} at offset {error.start}.",
-            why="This tokenizer reads characters, not bytes.",
-            fix="Convert the file to UTF-8, or set tokenizer.tokenizer_type=byte, which takes any bytes.",
+            f"{document.origin} is not UTF-8: byte 0x{document.raw[error.start]:02x} at offset {error.start}",
+            why="this tokenizer reads characters, not bytes",
+            fix="convert the file to UTF-8, or set tokenizer.tokenizer_type=byte, which takes any bytes",
         ) from error
