@@ -1,4 +1,7 @@
-"""Train a sharded model with optimizer state offloaded: torchrun --nproc-per-node 2 examples/fsdp2_loop.py."""
+"""Train a sharded model with optimizer state offloaded: torchrun --nproc-per-node 2 examples/fsdp2_loop.py.
+
+Plain `python` runs it in one process.
+"""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def gib(size_bytes: int) -> str:
 def native_library(facts: Facts) -> list[Finding]:
     if facts.native_error is None:
         return []
-    why = "the host step, and pinned slabs, are in it"
+    why = "the CPU optimizer step, and pinned slabs, are in it"
     return [Finding(ERROR, facts.native_error, why, facts.native_fix)]
 
 
@@ -46,14 +46,16 @@ def instruction_set(facts: Facts) -> list[Finding]:
         return []
     best = facts.instruction_sets[-1]
     if best == "scalar":
-        why = "no vector kernel of the native library runs on this processor, and the host step is several times slower"
+        why = "no vector kernel of the native library runs here: CPU optimizer steps are several times slower"
         fix = (
             "take a machine with AVX2, AVX-512 or NEON, or step on the device: optimizer.offload_optimizer_states=true"
         )
-        return [Finding(WARNING, "the host step uses scalar instructions", why, fix)]
+        return [Finding(WARNING, "the CPU optimizer step uses scalar instructions", why, fix)]
     if best == "avx2" and "avx512f" in facts.processor_flags:
         why = "the processor has AVX-512, but the native library was built without it, or lacks a part that it needs"
-        return [Finding(NOTE, "the host step uses AVX2", why, "build the library with a newer g++: pip install .")]
+        return [
+            Finding(NOTE, "the CPU optimizer step uses AVX2", why, "build the library with a newer g++: pip install .")
+        ]
     return []
 
 
@@ -68,7 +70,7 @@ def threads(facts: Facts) -> list[Finding]:
         found.append(
             Finding(
                 WARNING,
-                f"the host step gets {number} thread{'s' * (number > 1)}",
+                f"the CPU optimizer step gets {number} thread{'s' * (number > 1)}",
                 f"{granted}, less {LAUNCH_THREADS_PER_RANK} for Python and autograd, or 1; a GPU wants 8 or more",
                 "give the process more CPUs (docker --cpus, Slurm --cpus-per-task), offload less, or stream "
                 "(optimizer.offload_mix=auto)",

@@ -56,7 +56,7 @@ def summary(facts: Facts) -> dict[str, str]:
     versions = {"hostward": __version__, "python": facts.python, **facts.packages}
     rows = {
         "processor": f"{facts.cpu_model or 'unknown'}; {cpus}; {nodes}",
-        "host step": f"threads: {default_threads(facts.environ, cpu)}; {kernel}",
+        "CPU optimizer step": f"threads: {default_threads(facts.environ, cpu)}; {kernel}",
         "host memory": f"{gib(memory.available_bytes)} left of {gib(memory.total_bytes)} (limit: {memory.limited_by})",
         "limits": f"locked {_limit(facts.locked_limit_bytes)}, addresses {_limit(facts.address_limit_bytes)}, "
         f"/dev/shm {_limit(facts.shared_memory_bytes, 'missing')}, "
