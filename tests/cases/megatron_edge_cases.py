@@ -197,6 +197,70 @@ def takes_early(**ddp: Any) -> bool:
     return early
 
 
+def norms_with_gradients_beside_buffers() -> list[list[float | None]]:
+    """The norms where gradients are added up beside the buffers, and are there when a reduction is over: early and not.
+
+    So do newer versions by `param_name_patterns_for_fp32_local_accumulation`.
+    """
+
+    def beside(chunks: list[Any]) -> None:
+        for group in [group for chunk in chunks for group in chunk.bucket_groups]:
+            params = [p for bucket in group.buckets for p in bucket.params_list]
+            for p in params:
+                p.main_grad_copy_in_grad_buffer, p.main_grad = p.main_grad, torch.zeros_like(p.main_grad)
+            start, finish = group.start_grad_sync, group.finish_grad_sync
+
+            def started(*args: Any, start: Any = start, params: Any = params, **how: Any) -> None:
+                for p in params:
+                    p.main_grad_copy_in_grad_buffer.copy_(p.main_grad)
+                start(*args, **how)
+
+            def finished(*args: Any, finish: Any = finish, params: Any = params, **how: Any) -> None:
+                finish(*args, **how)
+                for p in params:
+                    p.main_grad.copy_(p.main_grad_copy_in_grad_buffer)
+
+            group.start_grad_sync, group.finish_grad_sync = started, finished
+
+    found = []
+    for early in (True, False):
+        # Copies that are made at once have what is there when a gradient is taken.
+        adapter.use(backend=SimulatedBackend(order=Order(eager=True), threads=1), early_gradients=early)
+        run = build("dp2", overlap=True, before_optimizer=beside)
+        found.append(cases.train(run, 2, microbatches=2).grad_norms)
+    return found
+
+
+def norms_after_a_forward_that_raised() -> list[list[float | None]]:
+    """The norms of a run whose second forward is interrupted and made again, and of one that is not interrupted."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    found = []
+    for interrupted in (True, False):
+        use()
+        run = build("single", overlap=True)
+        norms = cases.train(run, 1, microbatches=2).grad_norms
+        if interrupted:
+            hook = run.chunks[0].module.decoder.layers[1].register_forward_pre_hook(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                cases.train(run, 1, first=1, microbatches=2)
+            hook.remove()
+            for group in run.chunks[0].bucket_groups:
+                group.is_last_microbatch = True  # Megatron's schedule was in `no_sync`
+        found.append(norms + cases.train(run, 1, first=1, microbatches=2).grad_norms)
+    return found
+
+
+def norms_of_groups() -> object:
+    """What a chain says after a step of norms that newer versions compute besides the one of all gradients."""
+    use()
+    run = build("single")
+    cases.train(run, 1, microbatches=2)
+    return run.optimizer.grad_norms_by_group
+
+
 class LateClearing(adapter._Clearing):
     """Clears each buffer at the last moment at which a stream beside forward may."""
 

@@ -1,7 +1,8 @@
 """Megatron-Core's flags and loop, hostward's step: the same bits at every fraction, layout by layout, in late orders.
 
 Seen red: every wait and fence left out (each has its case here); experts, or replicas of tensor parallelism, counted
-twice in the norm; gradients that sequence parallelism adds up after their reduction, taken before.
+twice in the norm; gradients that sequence parallelism adds up after their reduction, taken before, and those that are
+accumulated beside their buffer; buffers that are cleared twice.
 """
 
 from __future__ import annotations
@@ -259,6 +260,20 @@ def test_gradients_are_cleared_beside_forward(ranks: Ranks) -> None:
     for wrong in ({"written": True}, {"hooked": False}):
         for raised in ranks.run(1, "megatron_edge_cases.cleared_late", **wrong)[0]:
             assert "written between zero_grad_buffer() and the end of forward" in raised
+
+
+def test_gradients_beside_buffers_are_taken_when_they_are_reduced(ranks: Ranks) -> None:
+    for early, late in ranks.run(2, "megatron_edge_cases.norms_with_gradients_beside_buffers"):
+        assert early == late
+
+
+def test_a_forward_that_raised_is_made_again(ranks: Ranks) -> None:
+    ((again, whole),) = ranks.run(1, "megatron_edge_cases.norms_after_a_forward_that_raised")
+    assert again == whole
+
+
+def test_norms_of_groups_are_there_after_a_step(ranks: Ranks) -> None:
+    assert ranks.run(1, "megatron_edge_cases.norms_of_groups") == [{}]
 
 
 def test_another_optimizer_of_the_same_model_takes_its_place(ranks: Ranks) -> None:

@@ -425,6 +425,7 @@ class OffloadedChain(_Chain):  # type: ignore[misc]
         offloading = self.offloading
         if offloading is None or not offloading.clips:
             return super().step()  # type: ignore[no-any-return]
+        self.grad_norms_by_group: dict[str, float] = {}  # newer versions have it after each step; there is one norm
         if self.prepare_grads():
             return False, None, None
         zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
@@ -728,6 +729,8 @@ class Offloading:
     def _follow_reduction(self, group: Any, held: Sequence[Any]) -> None:
         """Take the gradients of a bucket group when they are reduced, behind the collective on a stream of its own."""
         start, finish = group.start_grad_sync, group.finish_grad_sync
+        # Those that are accumulated in fp32 beside the buffer have what was reduced when `finish` returns.
+        reduced = [p for p in held if getattr(p, "main_grad_copy_in_grad_buffer", None) is None]
 
         def started(*args: Any, **kwargs: Any) -> Any:
             self._clearing.finish()
@@ -736,7 +739,7 @@ class Offloading:
             if handle is not None:
                 with self._collectives.beside():
                     handle.wait()
-                    self._take(held)
+                    self._take(reduced)
             return found
 
         def finished(*args: Any, **kwargs: Any) -> Any:
@@ -1067,6 +1070,8 @@ class _Clearing:
         """Enqueue `clear`, which waits for the readers of this buffer and clears it."""
         with self._side.beside():
             clear()
+        # Cleared again, as after a forward that raised, it is what the last time has left that counts.
+        self._cleared = [(each, version) for each, version in self._cleared if each is not gradients]
         self._cleared.append((gradients, gradients._version))
 
     def finish(self) -> None:
