@@ -190,6 +190,32 @@ def beside_a_frozen_stage() -> list[tuple[list[float | None], str]]:
     return found
 
 
+def with_a_weight_in_fp32() -> list[tuple[list[float | None], str]]:
+    """Norms and the bits of weights where one weight among 16-bit ones is fp32: Megatron's own, and ours."""
+    wrap = cases.DistributedDataParallel
+
+    def mixed(config: Any, flags: Any, network: torch.nn.Module, **how: Any) -> Any:
+        network.last = torch.nn.Linear(64, 64, bias=False)  # the last one: its buffer is made after the other's
+        torch.nn.init.constant_(network.last.weight, 0.01)
+        network.register_forward_hook(lambda module, _, losses: losses + module.last(torch.ones(64)).square().mean())
+        return wrap(config, flags, network, **how)
+
+    use()
+    found = []
+    for flags in (
+        {"offload_fraction": None, "use_precision_aware_optimizer": False},
+        {"offload_fraction": 0.0},
+        {"offload_fraction": 1.0},
+        {"offload_fraction": 1.0, "use_precision_aware_optimizer": False},
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cases, "DistributedDataParallel", mixed)
+            run = build("dp2", overlap=True, **flags)
+        norms = cases.train(run, 2, microbatches=2).grad_norms
+        found.append((norms, cases.digest(run.chunks)))
+    return found
+
+
 def takes_early(**ddp: Any) -> bool:
     """Whether gradients are taken as bucket groups are reduced, with these flags of data parallelism."""
     use()

@@ -162,6 +162,7 @@ def test_without_a_wait_the_bits_differ(ranks: Ranks, wait: str, streamed: float
         ("dp2", "fully_reshardable", {}, [1.0]),
         ("dp2", "dp_reshardable", {"distributed": False}, [1.0]),
         ("dp2", "dp_reshardable", BF16_STATE, [1.0, 0.0]),
+        ("dp2", "dp_reshardable", {"precision": "fp32"}, [1.0]),
     ],
 )
 def test_checkpoints_load_at_another_fraction(
@@ -293,6 +294,12 @@ def test_a_rank_with_nothing_to_step_shares_norms(ranks: Ranks) -> None:
     assert [norms for norms, _ in found[0]] == [norms for norms, _ in found[1]]
     for (theirs, _), none, whole in found:
         assert whole == none
+        np.testing.assert_allclose(none[0], theirs, rtol=1e-5)
+
+
+def test_weights_of_several_dtypes_are_stepped(ranks: Ranks) -> None:
+    for (theirs, _), none, whole, copies in ranks.run(2, "megatron_edge_cases.with_a_weight_in_fp32"):
+        assert none == whole == copies
         np.testing.assert_allclose(none[0], theirs, rtol=1e-5)
 
 

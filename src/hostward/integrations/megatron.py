@@ -153,6 +153,8 @@ def use(*, clip: str = "hostward", early_gradients: bool = True, **options: Any)
             setattr(theirs, COPIED[1], hybrid)
         if isinstance(getattr(part, "optimizer", None), OffloadedHybrid):
             part.optimizer.owner, part.optimizer.chunks = part, list(given["model_chunks"])
+            if hasattr(part, "model_param_group_index_map"):
+                _sort_by_map(part)
             if part.init_state_fn is None:  # Megatron calls it when it loads, and has none for its hybrid optimizer
                 part.init_state_fn = _state_is_there
         return part
@@ -1019,6 +1021,7 @@ class Offloading:
                 self._remember()
             return found
 
+        @torch.no_grad()  # Megatron copies into fp32 shards in place, which are views of weights
         def loaded(*args: Any, **kwargs: Any) -> Any:
             found = load(*args, **kwargs)
             self.flush()
@@ -1091,6 +1094,25 @@ class _Clearing:
 def _captures(config: Any) -> bool:
     """Return whether forward or backward of a model chunk becomes part of CUDA graphs, where no stream can join."""
     return bool(getattr(config, "cuda_graph_impl", "none") != "none" or getattr(config, "enable_cuda_graph", False))
+
+
+def _sort_by_map(part: Any) -> None:
+    """Put the shards of each group of a DistributedOptimizer where its map says that they are.
+
+    Megatron puts those of fp32 weights first, and looks for them, when it saves, where its buffers have them.
+    """
+    precise = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+    halves = part.shard_float16_groups if precise else part.shard_fp32_from_float16_groups
+    shards: dict[int, torch.Tensor] = {}
+    for of_weights, of_shards in (
+        (part.model_float16_groups, halves),
+        (part.model_fp32_groups, part.shard_fp32_groups),
+    ):
+        for held, cut in zip(of_weights, of_shards, strict=True):
+            shards.update(zip(map(id, held), cut, strict=True))
+    for number, group in enumerate(part.optimizer.param_groups):
+        placed = {place: shards[id(p)] for p, (of, place) in part.model_param_group_index_map.items() if of == number}
+        group["params"] = [placed[place] for place in sorted(placed)]
 
 
 def _whole_of(part: OffloadedHybrid) -> dict[int, tuple[torch.nn.Parameter, int, int]]:
