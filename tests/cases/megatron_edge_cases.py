@@ -216,6 +216,24 @@ def with_a_weight_in_fp32() -> list[tuple[list[float | None], str]]:
     return found
 
 
+def waits_for_all_gradients() -> list[str]:
+    """The weights whose gradients are changed after their reduction, where no process groups are those of the process.
+
+    Programs may give Megatron groups of their own, and have no others.
+    """
+
+    def missing() -> int:
+        raise AssertionError("group is not initialized")
+
+    use()
+    run = build("tp2", overlap=True, model={"sequence_parallel": True})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cases.parallel_state, "get_tensor_model_parallel_world_size", missing)
+        patch.setattr(cases.parallel_state, "get_pipeline_model_parallel_world_size", missing)
+        assert run.optimizer.offloading.optimizer
+    return [shard.name for shard in run.optimizer.offloading._shards.values() if shard.changed_later]
+
+
 def takes_early(**ddp: Any) -> bool:
     """Whether gradients are taken as bucket groups are reduced, with these flags of data parallelism."""
     use()

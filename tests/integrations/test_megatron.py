@@ -313,6 +313,12 @@ def test_skipped_steps_are_told(ranks: Ranks, clip: str) -> None:
     assert told == [True, False, True]
 
 
+def test_process_groups_are_those_of_the_model(ranks: Ranks) -> None:
+    for names in ranks.run(2, "megatron_edge_cases.waits_for_all_gradients"):
+        assert names
+        assert all("norm" in name for name in names)
+
+
 def test_reductions_that_are_made_by_whoever_waits_are_left_to_megatron(ranks: Ranks) -> None:
     summed = {"reduce_scatter_with_fp32_accumulation": True, "grad_reduce_in_fp32": False}
     assert ranks.run(2, "megatron_edge_cases.takes_early") == [True, True]

@@ -568,9 +568,8 @@ class Offloading:
                     model_param, start, stop = whole[id(tensor)]
                     name = self._names_of[id(model_param)]
                     weight = torch.nn.Parameter(tensor.detach())
-                    shard = _Shard(
-                        name, tensor, weight, model_param, part, start, stop, _changed_later(name, model_param)
-                    )
+                    late = _changed_later(name, model_param, self.chunks[0])
+                    shard = _Shard(name, tensor, weight, model_param, part, start, stop, late)
                     self._shards[id(tensor)] = shard
                     self._of_param.setdefault(id(model_param), []).append(shard)
                     named.append((name, weight))
@@ -1135,18 +1134,17 @@ def _whole_of(part: OffloadedHybrid) -> dict[int, tuple[torch.nn.Parameter, int,
     return found
 
 
-def _changed_later(name: str, p: Any) -> bool:
+def _changed_later(name: str, p: Any, chunk: Any) -> bool:
     """Return whether `finalize_model_grads` adds to this gradient after its bucket group is reduced."""
-    from megatron.core import parallel_state
-
     if getattr(p, "pipeline_parallel", False) or getattr(p, "flextron_router_pp_sync", False):
         return True
-    if parallel_state.get_tensor_model_parallel_world_size() > 1:
+    if chunk.tp_group.size() > 1:
         if getattr(p, "sequence_parallel", False) or getattr(p, "average_gradients_across_tp_domain", False):
             return True
         if "q_layernorm" in name or "k_layernorm" in name:
             return True
-    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+    stages = chunk.pp_group if isinstance(chunk.pp_group, list) else [chunk.pp_group]
+    if any(each.size() > 1 for each in stages):
         embeds = "position_embeddings" in name or "word_embeddings" in name or "output_layer" in name
         return embeds or bool(getattr(p, "shared_embedding", False))
     return False
