@@ -105,6 +105,50 @@ def norms_of_an_optimizer_made_anew() -> tuple[list[Any], list[float | None], st
     return norms, alone, message, offloading() is None
 
 
+def weights_without_their_optimizer() -> tuple[list[str], bool, list[str]]:
+    """The bits of weights where the optimizer is kept, and where nobody has it after a step.
+
+    Also whether it is still there then, or where the model is gone too, and methods of the chunk that are not its own.
+    """
+    use()
+    found = []
+    for kept in (True, False):
+        run = build("single", overlap=True)
+        cases.train(run, 1, microbatches=2)
+        optimizer = weakref.ref(run.optimizer.offloading.optimizer)
+        (chunk,) = run.chunks
+        if not kept:
+            run.optimizer = chunk.config.grad_scale_func = None
+            gc.collect()
+        cases.gather(run)
+        found.append(cases.digest(run.chunks))
+    whole = build("single")  # Megatron itself keeps model chunks that overlap
+    cases.train(whole, 1, microbatches=2)
+    without_model = weakref.ref(whole.optimizer.offloading.optimizer)
+    del whole
+    gc.collect()
+    parts = (chunk, *chunk.bucket_groups, *chunk.buffers)
+    changed = [name for each in parts for name in vars(each) if callable(getattr(type(each), name, None))]
+    return (
+        found,
+        optimizer() is not None or without_model() is not None,
+        [name for name in changed if name != "buffers"],
+    )
+
+
+def norms_of_megatrons_own_that_is_made_anew() -> list[list[float | None]]:
+    """Norms of Megatron's own optimizer, of a model that had hostward's, which somebody still has, and of one alone."""
+    per_token, own = {"calculate_per_token_loss": True}, {"use_precision_aware_optimizer": False}
+    use()
+    run = build("single", overlap=True, model=per_token)
+    kept = run.optimizer
+    _, run.optimizer = cases.make_optimizer(run.chunks, overlap=True)
+    assert kept.offloading is not None
+    norms = cases.train(run, 1, microbatches=2).grad_norms
+    alone = build("single", overlap=True, model=per_token, offload_fraction=None, **own)
+    return [norms, cases.train(alone, 1, microbatches=2).grad_norms]
+
+
 def refusals() -> dict[str, str]:
     """What is raised, by what it has to name: of flags, and by functions that programs imported before `use`."""
     use()
@@ -336,7 +380,7 @@ def cleared_late(written: bool = False, hooked: bool = True) -> list[Any]:
             run = build("single", overlap=True)
         offloading = run.optimizer.offloading
         if not hooked:
-            for hook in offloading._hooks:
+            for hook in offloading._changes.hooks:
                 hook.remove()
         try:
             norms = cases.train(run, 2, microbatches=2).grad_norms

@@ -284,6 +284,18 @@ def test_another_optimizer_of_the_same_model_takes_its_place(ranks: Ranks) -> No
     assert gone
 
 
+def test_an_optimizer_that_nobody_has_is_gone(ranks: Ranks) -> None:
+    ((kept, alone), there, changed) = ranks.run(1, "megatron_edge_cases.weights_without_their_optimizer")[0]
+    assert alone == kept
+    assert not there
+    assert changed == []
+
+
+def test_an_optimizer_of_megatron_takes_its_place(ranks: Ranks) -> None:
+    ((norms, alone),) = ranks.run(1, "megatron_edge_cases.norms_of_megatrons_own_that_is_made_anew")
+    assert norms == alone
+
+
 def test_what_other_optimizers_and_newer_versions_do_is_refused(ranks: Ranks) -> None:
     (found,) = ranks.run(1, "megatron_edge_cases.refusals")
     assert [name for name, raised in found.items() if name not in raised] == []

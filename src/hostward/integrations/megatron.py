@@ -145,6 +145,8 @@ def use(*, clip: str = "hostward", early_gradients: bool = True, **options: Any)
         """Make a part of the chain, and note what it was made for."""
         given = inspect.signature(make).bind(*args, **kwargs).arguments
         require_supported(given["config"], given["model_chunks"])
+        if not given["config"].optimizer_cpu_offload:
+            leave(given["model_chunks"])
         hybrid = getattr(theirs, COPIED[1])
         setattr(theirs, COPIED[1], OffloadedHybrid)
         try:
@@ -496,13 +498,11 @@ class Offloading:
         """What a rank steps that has nothing to step."""
         self._collectives = _SideStream(self._device)
         self._clearing = _Clearing(self._device)
-        self._replaced: list[tuple[Any, str, Any]] = []
-        """Methods of chunks and of their bucket groups: of which object, their names, and what was set there before."""
-        self._hooks: list[Any] = []
-        self._left = False
-        mine = {id(chunk) for chunk in self.chunks}
-        for other in [o for o in self.live if any(id(chunk) in mine for chunk in o.chunks)]:
-            other._leave()
+        self._changes = _Changes(self._clearing)
+        # A program that drops the optimizer and keeps the model gets its memory back: nothing of a chunk keeps this.
+        self._leave = weakref.finalize(self, self._changes.undo)
+        self._leave.atexit = False
+        leave(self.chunks)
         self.live.add(self)
         for chunk in self.chunks:
             self._follow(chunk)
@@ -596,6 +596,7 @@ class Offloading:
             waits="manual",
             **self._settings.options,
         )
+        self._changes.made = made
         self._remember()
         return made
 
@@ -670,30 +671,22 @@ class Offloading:
 
     def _follow(self, chunk: Any) -> None:
         """Be told by a model chunk when gradients are cleared or scaled, and by its bucket groups of the rest."""
-        self._before(chunk, "zero_grad_buffer", self._before_clearing)
+        forget, wait_for_readers = _weakly(self._before_clearing), _weakly(self._wait_for_readers)
         if self.early and not _captures(chunk.config):
+            self._before(chunk, "zero_grad_buffer", forget)
+            clear, clearing = _weakly(self._clear), self._clearing
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-                self._replace(buffer, "reset", partial(self._clear, buffer, buffer.reset))
+                self._changes.replace(buffer, "reset", partial(clear, buffer, buffer.reset))
             innermost = chunk
             while isinstance(getattr(innermost, "module", None), torch.nn.Module):
                 innermost = innermost.module
-            self._hooks.append(innermost.register_forward_hook(lambda *_: self._clearing.finish()))
+            self._changes.hooks.append(innermost.register_forward_hook(lambda *_: clearing.finish()))
         else:
-            self._before(chunk, "zero_grad_buffer", self._wait_for_readers)
+            self._before(chunk, "zero_grad_buffer", forget, wait_for_readers)
         if hasattr(chunk, "offload_grad_buffers"):
-            self._before(chunk, "offload_grad_buffers", self._before_clearing)
-            self._before(chunk, "offload_grad_buffers", self._wait_for_readers)
-        scale = chunk.scale_gradients
-
-        def scaled(scaling_factor: Any) -> None:
-            if self._made is not None and self._made.gradients_taken:
-                # Within the step, for those that have left.
-                self._scale[id(chunk)] = scaling_factor * self._scale.get(id(chunk), 1.0)
-            else:
-                self._clearing.finish()
-                scale(scaling_factor)
-
-        self._replace(chunk, "scale_gradients", scaled)
+            self._before(chunk, "offload_grad_buffers", forget, wait_for_readers)
+        scaled = partial(_weakly(self._scale_gradients), chunk, chunk.scale_gradients)
+        self._changes.replace(chunk, "scale_gradients", scaled)
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
             held = [p for bucket in group.buckets for p in bucket.params_list]
             if self.config.use_distributed_optimizer:
@@ -701,19 +694,28 @@ class Offloading:
             if self.early:
                 self._follow_reduction(group, held)
 
+    def _scale_gradients(self, chunk: Any, scale: Callable[[Any], None], scaling_factor: Any) -> None:
+        """Scale the gradients of a chunk; within the step, if they have left."""
+        if self._made is not None and self._made.gradients_taken:
+            self._scale[id(chunk)] = scaling_factor * self._scale.get(id(chunk), 1.0)
+        else:
+            self._clearing.finish()
+            scale(scaling_factor)
+
     def _follow_gather(self, group: Any, held: Sequence[Any]) -> None:
         """Gather new weights of a bucket group when they are there; forward goes on with the group before it."""
         start, finish = group.start_param_sync, group.finish_param_sync
+        wait_for, collectives = _weakly(self._wait_for), self._collectives
         beside = False
 
         def started(force_sync: bool = False) -> Any:
             nonlocal beside
             beside = bool(group.ddp_config.overlap_param_gather and not force_sync)
             if not beside:
-                self._wait_for(held)
+                wait_for(held)
                 return start(force_sync=force_sync)
-            with self._collectives.beside():
-                self._wait_for(held)
+            with collectives.beside():
+                wait_for(held)
                 return start()
 
         def finished(*args: Any, **kwargs: Any) -> Any:
@@ -721,68 +723,48 @@ class Offloading:
             found = finish(*args, **kwargs)
             if beside:  # what the stream of forward has waited for is known from here on
                 beside = False
-                self._wait_for(held)
+                wait_for(held)
             return found
 
-        self._replace(group, "start_param_sync", started)
-        self._replace(group, "finish_param_sync", finished)
+        self._changes.replace(group, "start_param_sync", started)
+        self._changes.replace(group, "finish_param_sync", finished)
 
     def _follow_reduction(self, group: Any, held: Sequence[Any]) -> None:
         """Take the gradients of a bucket group when they are reduced, behind the collective on a stream of its own."""
         start, finish = group.start_grad_sync, group.finish_grad_sync
+        take, clearing, collectives = _weakly(self._take), self._clearing, self._collectives
         # Those that are accumulated in fp32 beside the buffer have what was reduced when `finish` returns.
         reduced = [p for p in held if getattr(p, "main_grad_copy_in_grad_buffer", None) is None]
 
         def started(*args: Any, **kwargs: Any) -> Any:
-            self._clearing.finish()
+            clearing.finish()
             found = start(*args, **kwargs)
             handle = group.grad_reduce_handle
             if handle is not None:
-                with self._collectives.beside():
+                with collectives.beside():
                     handle.wait()
-                    self._take(reduced)
+                    take(reduced)
             return found
 
         def finished(*args: Any, **kwargs: Any) -> Any:
-            self._clearing.finish()
+            clearing.finish()
             found = finish(*args, **kwargs)
-            self._take(held)
+            take(held)
             return found
 
-        self._replace(group, "start_grad_sync", started)
-        self._replace(group, "finish_grad_sync", finished)
+        self._changes.replace(group, "start_grad_sync", started)
+        self._changes.replace(group, "finish_grad_sync", finished)
 
-    def _before(self, owner: Any, name: str, told: Callable[[], None]) -> None:
-        """Call `told` before a method of one object."""
+    def _before(self, owner: Any, name: str, *told: Callable[[], None]) -> None:
+        """Call functions before a method of one object."""
         method = getattr(owner, name)
 
         def called(*args: Any, **kwargs: Any) -> Any:
-            told()
+            for each in told:
+                each()
             return method(*args, **kwargs)
 
-        self._replace(owner, name, called)
-
-    def _replace(self, owner: Any, name: str, value: Any) -> None:
-        self._replaced.append((owner, name, vars(owner).get(name)))
-        setattr(owner, name, value)
-
-    def _leave(self) -> None:
-        """Leave the model chunks to another optimizer, which has been made for them; nothing there keeps this alive."""
-        if self._made is not None:
-            self._made.discard_gradients()
-            self._made.wait()
-        self._clearing.finish()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        for owner, name, before in reversed(self._replaced):
-            if before is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
-        self._replaced.clear()
-        self._left = True
-        self.live.discard(self)
+        self._changes.replace(owner, name, called)
 
     def _of(self, model_params: Sequence[Any]) -> list[_Shard]:
         return [shard for p in model_params for shard in self._of_param.get(id(p), ())]
@@ -853,7 +835,7 @@ class Offloading:
         if id(part) in self._left_to_step:
             self._left_to_step.discard(id(part))
             return
-        if self._left:
+        if not self._leave.alive:
             raise OrderingError(
                 "a step of an optimizer of Megatron whose model chunks have another one by now",
                 why="only the last one that get_megatron_optimizer made for them gets their gradients",
@@ -1030,6 +1012,65 @@ class Offloading:
             return found
 
         owner.reload_model_params, owner.load_state_dict = reloaded, loaded
+
+
+def leave(chunks: Sequence[Any]) -> None:
+    """Let the optimizers that step these model chunks leave them to another one, which is made for them."""
+    mine = {id(chunk) for chunk in chunks}
+    for other in [each for each in Offloading.live if any(id(chunk) in mine for chunk in each.chunks)]:
+        Offloading.live.discard(other)
+        other._leave()
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls a method, and does not keep its object."""
+    held = weakref.WeakMethod(method)
+
+    def called(*args: Any) -> Any:
+        found = held()
+        return None if found is None else found(*args)
+
+    return called
+
+
+class _Changes:
+    """What an optimizer has changed in model chunks, to be undone when it leaves them, or goes."""
+
+    def __init__(self, clearing: _Clearing) -> None:
+        self.made: AdamW | None = None
+        """What steps the weights of the chunks."""
+        self.hooks: list[Any] = []
+        self._clearing = clearing
+        self._replaced: list[tuple[weakref.ref[Any], str, Any]] = []
+        """Methods of chunks and of their bucket groups: of which object, their names, and what was set there before.
+
+        Objects are not kept: by its configuration a chunk has the optimizer, which would so keep itself.
+        """
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Put a function where an object has a method."""
+        self._replaced.append((weakref.ref(owner), name, vars(owner).get(name)))
+        setattr(owner, name, value)
+
+    def undo(self) -> None:
+        """Undo all changes. Weights then have the values of the last step, and gradient buffers are cleared."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks.clear()
+        for held, name, before in reversed(self._replaced):
+            owner = held()
+            if owner is None:
+                continue
+            if before is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+        self._replaced.clear()
+        made, self.made = self.made, None
+        if made is not None:
+            made.discard_gradients()
+            made.wait()
+        self._clearing.finish()
 
 
 class _SideStream:
