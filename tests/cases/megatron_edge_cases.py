@@ -149,6 +149,35 @@ def norms_of_megatrons_own_that_is_made_anew() -> list[list[float | None]]:
     return [norms, cases.train(alone, 1, microbatches=2).grad_norms]
 
 
+def clipping_before_a_step() -> list[str]:
+    """What is raised where gradients are clipped by others than the step, after they may have been read."""
+    use()
+    run = build("single", overlap=True)
+    found = []
+    for clip in (run.optimizer.chained_optimizers[0].step, lambda: run.optimizer.clip_grad_norm(1.0)):
+        with pytest.raises(adapter.OrderingError) as raised:
+            cases.train(run, 1, microbatches=2, before_step=lambda _, clip=clip: clip())  # type: ignore[misc]
+        found.append(str(raised.value))
+    return found
+
+
+def main_weights_of_a_checkpoint(**flags: Any) -> set[float]:
+    """The fp32 main weights after a step that changes none; those of a checkpoint were 2**-20 above the weights."""
+    use()
+    run = build("single", lr=0.0, min_lr=0.0, weight_decay=0.0, **flags)
+    named = dict(run.chunks[0].module.named_parameters())
+    with torch.no_grad():
+        for weight in named.values():
+            weight.fill_(1.0)
+    exact = {name: torch.full(weight.shape, 1.0 + 2.0**-20) for name, weight in named.items()}
+    run.optimizer.reload_model_params(state_dict={"model": exact})
+    cases.train(run, 1, microbatches=2)
+    (part,) = cases.inner_optimizers(run)
+    held = [p for group in part.param_groups for p in group["params"]]
+    values = [part.state[p].get("master_param", p) for p in held]
+    return {float(each) for value in values for each in (value.min(), value.max())}
+
+
 def refusals() -> dict[str, str]:
     """What is raised, by what it has to name: of flags, and by functions that programs imported before `use`."""
     use()
@@ -171,6 +200,23 @@ def refusals() -> dict[str, str]:
                 make()
         return str(raised.value)
 
+    def refusal_of_another_wrapper() -> str:
+        class OtherDataParallel:
+            ddp_config, config = run.chunks[0].ddp_config, run.chunks[0].config
+
+        with pytest.raises(adapter.ConfigError) as raised:
+            adapter.require_supported(run.config, [OtherDataParallel()])
+        return str(raised.value)
+
+    def refusal_of_gradients() -> str:
+        def in_fp32(chunks: list[Any]) -> None:
+            weight = next(chunks[0].parameters())
+            weight.main_grad = weight.main_grad.float()
+
+        with pytest.raises(adapter.ConfigError) as raised:
+            build("single", ddp={"grad_reduce_in_fp32": False}, before_optimizer=in_fp32)
+        return str(raised.value)
+
     ddp, own = run.chunks[0].ddp_config, run.chunks[0].config
     return {
         "grad_norm_skip_threshold": refusal(grad_norm_skip_threshold=1.0),
@@ -180,6 +226,9 @@ def refusals() -> dict[str, str]:
         "fp8_param": refusal(of=own, fp8_param=True),
         "optimizer_cuda_graph": refusal(optimizer_cuda_graph=True),
         "Megatron-FSDP": refusal(of=ddp, use_megatron_fsdp=True),
+        "OtherDataParallel": refusal_of_another_wrapper(),
+        "qk_clip": refusal(of=own, qk_clip=True),
+        "gradients in 2 dtypes": refusal_of_gradients(),
         "optimizer='muon'": refusal(optimizer="muon"),
         "Muon": of_other_optimizers(lambda: get_megatron_muon_optimizer(run.config, run.chunks)),
         "layer-wise": of_other_optimizers(lambda: LayerWiseDistributedOptimizer([], run.config)),

@@ -208,6 +208,17 @@ def test_weights_that_are_set_are_taken_up(ranks: Ranks) -> None:
             assert [bits(each) for each in whole] == [bits(none)] * 2
 
 
+@pytest.mark.parametrize("flags", [{}, {"use_precision_aware_optimizer": False}])
+def test_main_weights_of_a_checkpoint_are_taken_up(ranks: Ranks, flags: dict[str, Any]) -> None:
+    (found,) = ranks.run(1, "megatron_edge_cases.main_weights_of_a_checkpoint", **flags)
+    assert found == {1.0 + 2.0**-20}
+
+
+def test_clipping_before_a_step_is_refused(ranks: Ranks) -> None:
+    (found,) = ranks.run(1, "megatron_edge_cases.clipping_before_a_step")
+    assert all('use(clip="megatron")' in raised for raised in found)
+
+
 @pytest.mark.parametrize(
     ("how", "why"),
     [

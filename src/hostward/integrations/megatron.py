@@ -232,6 +232,12 @@ def require_supported(config: Any, chunks: Sequence[Any]) -> None:
         refuse(f"optimizer={config.optimizer!r}", "it is AdamW", 'optimizer="adam", or leave optimizer_cpu_offload out')
     if getattr(ddp, "use_megatron_fsdp", False):
         refuse("Megatron-FSDP", "it moves weights and gradients itself", "PyTorch's fully_shard, or data_parallel")
+    for chunk in chunks:
+        if not hasattr(chunk, "bucket_groups"):
+            kind = type(chunk).__name__
+            refuse(kind, "it does not reduce gradients in buckets", "megatron.core.distributed.DistributedDataParallel")
+    if getattr(chunks[0].config, "qk_clip", False):
+        refuse("qk_clip", "it writes main weights in a way that cannot be noticed", "leave qk_clip out")
     for flag in ("fp8_param_gather", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag", "fp8_param", "fp4_param"):
         if any(getattr(each, flag, False) for each in (ddp, config, chunks[0].config)):
             refuse(flag, "the step writes fp32, bf16 and fp16 weights", f"leave {flag} out")
@@ -414,6 +420,15 @@ class _Entry(dict[str, Any]):
         self._offloading.write(self._key, {name: value})
 
 
+def _refuse_to_clip(*_: Any, **__: Any) -> Any:
+    """Raise OrderingError: who steps a part alone, or clips before the step, would clip a second time."""
+    raise OrderingError(
+        "clip_grad_norm() before hostward's step",
+        why="norm and clipping are part of the step, and gradients may have been offloaded already",
+        fix='set clip_grad and step the ChainedOptimizer that get_megatron_optimizer returned, or use(clip="megatron")',
+    )
+
+
 class OffloadedChain(_Chain):  # type: ignore[misc]
     """Stands where Megatron makes its ChainedOptimizer: all parts that are offloaded are stepped together."""
 
@@ -422,6 +437,8 @@ class OffloadedChain(_Chain):  # type: ignore[misc]
         parts = [getattr(each, "optimizer", None) for each in chained_optimizers]
         found = [part for part in parts if isinstance(part, OffloadedHybrid)]
         self.offloading = Offloading(found) if found else None
+        if self.offloading is not None and self.offloading.clips:
+            self.clip_grad_norm = _refuse_to_clip
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float | None, float | None]:
@@ -498,6 +515,7 @@ class Offloading:
         """What a rank steps that has nothing to step."""
         self._collectives = _SideStream(self._device)
         self._clearing = _Clearing(self._device)
+        self._grad_dtype = self._gradient_dtype()
         self._changes = _Changes(self._clearing)
         # A program that drops the optimizer and keeps the model gets its memory back: nothing of a chunk keeps this.
         self._leave = weakref.finalize(self, self._changes.undo)
@@ -588,7 +606,7 @@ class Offloading:
             pin_weights=bool(defaults.get("pin_cpu_params", True)),
             use_torch_optimizer=bool(self.config.use_torch_optimizer_for_cpu_offload),
             max_grad_norm=self.config.clip_grad if self.clips else None,
-            grad_dtype=self._gradient_dtype(),
+            grad_dtype=self._grad_dtype,
             state_dtypes=_state_dtypes(self.config),
             stages=stages,
             uncounted=uncounted,
@@ -629,7 +647,8 @@ class Offloading:
         """Return the dtype of gradients where it is not that of the weights. Raises ConfigError for several."""
         if not self.steps_weights:
             return None  # fp32 copies have fp32 gradients
-        pairs = {(s.model_param.main_grad.dtype, s.weight.dtype) for s in self._shards.values()}  # type: ignore[attr-defined]
+        stepped = [p for part in self._parts for p, _, _ in _whole_of(part).values()]
+        pairs = {(p.main_grad.dtype, p.dtype) for p in stepped}  # type: ignore[attr-defined]
         if all(gradient is weight for gradient, weight in pairs):
             return None
         dtypes = {gradient for gradient, _ in pairs}
@@ -990,17 +1009,35 @@ class Offloading:
         optimizer.reseed([shard.name for shard in shards])
         self._remember()
 
+    @torch.no_grad()
+    def _take_from(self, part: OffloadedHybrid, saved: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
+        """Take fp32 main weights from those of a checkpoint."""
+        shards = self._shards_of(part)
+        for shard in shards:
+            main = saved[shard.model_param].detach().view(-1)[shard.start : shard.stop]
+            if self.steps_weights:
+                self.write(id(shard.tensor), {"master_param": main})
+            else:
+                shard.tensor.detach().view(-1).copy_(main)
+        self.flush()
+        if not self.steps_weights:
+            self.optimizer.reseed([shard.name for shard in shards])
+            self._remember()
+
     def _follow_loads(self, part: OffloadedHybrid) -> None:
         """Be told when Megatron has loaded state, or wants main weights anew. It copies through `.data` there."""
         owner = part.owner
         reload_params, load = owner.reload_model_params, owner.load_state_dict
+        if self.clips:
+            owner.clip_grad_norm = _refuse_to_clip
 
-        def reloaded(*args: Any, **kwargs: Any) -> Any:
-            found = reload_params(*args, **kwargs)
+        def reloaded(state_dict: Any = None) -> None:
+            reload_params(state_dict=state_dict)
             if not hasattr(owner, "model_param_group_index_map"):  # it asks by update_fp32_param_by_new_param
                 self.optimizer.reseed([shard.name for shard in self._shards_of(part)])
                 self._remember()
-            return found
+            elif state_dict is not None:  # which Megatron does not give to its hybrid optimizer
+                self._take_from(part, owner._build_model_param_to_state_dict_param_map(state_dict))
 
         @torch.no_grad()  # Megatron copies into fp32 shards in place, which are views of weights
         def loaded(*args: Any, **kwargs: Any) -> Any:
