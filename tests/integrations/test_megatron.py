@@ -101,6 +101,13 @@ def test_each_way_of_megatron(ranks: Ranks, how: dict[str, Any]) -> None:
         assert_near(kept, {k: [v for v in theirs[k] if v is not None] for k in kept})
 
 
+def test_the_optimizer_of_torch_overlaps_nothing(ranks: Ranks) -> None:
+    own = {"fraction": None, "use_precision_aware_optimizer": False}
+    how = {**OVERLAPPED, "use_torch_optimizer_for_cpu_offload": True}
+    for ours, theirs in ranks.run(2, f"{CASES}.trained", layout="dp2", ways=[{"fraction": 1.0}, own], **how):
+        assert_near(ours, theirs)
+
+
 def total(told: list[Any]) -> tuple[dict[Any, int], set[Any]]:
     """State of all ranks added up, and the different weights that they have."""
     sums: Counter[Any] = Counter()

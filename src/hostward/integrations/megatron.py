@@ -558,7 +558,8 @@ class Offloading:
     @property
     def overlaps(self) -> bool:
         """Return whether anything of the step runs beside backward and forward."""
-        return bool(self._parts[0].defaults.get("overlap_cpu_optimizer_d2h_h2d", True))
+        asked = bool(self._parts[0].defaults.get("overlap_cpu_optimizer_d2h_h2d", True))
+        return asked and not self.config.use_torch_optimizer_for_cpu_offload  # torch's steps within `step` alone
 
     @property
     def optimizer(self) -> AdamW:
