@@ -421,10 +421,10 @@ class _Entry(dict[str, Any]):
 
 
 def _refuse_to_clip(*_: Any, **__: Any) -> Any:
-    """Raise OrderingError: who steps a part alone, or clips before the step, would clip a second time."""
+    """Raise OrderingError: who steps a part alone, or clips before the step, changes gradients that have left."""
     raise OrderingError(
         "clip_grad_norm() before hostward's step",
-        why="norm and clipping are part of the step, and gradients may have been offloaded already",
+        why="gradients are offloaded in backward, and norm and clipping are part of the step",
         fix='set clip_grad and step the ChainedOptimizer that get_megatron_optimizer returned, or use(clip="megatron")',
     )
 
@@ -437,7 +437,7 @@ class OffloadedChain(_Chain):  # type: ignore[misc]
         parts = [getattr(each, "optimizer", None) for each in chained_optimizers]
         found = [part for part in parts if isinstance(part, OffloadedHybrid)]
         self.offloading = Offloading(found) if found else None
-        if self.offloading is not None and self.offloading.clips:
+        if self.offloading is not None and self.offloading.early:
             self.clip_grad_norm = _refuse_to_clip
 
     @torch.no_grad()
@@ -1029,7 +1029,7 @@ class Offloading:
         """Be told when Megatron has loaded state, or wants main weights anew. It copies through `.data` there."""
         owner = part.owner
         reload_params, load = owner.reload_model_params, owner.load_state_dict
-        if self.clips:
+        if self.early:
             owner.clip_grad_norm = _refuse_to_clip
 
         def reloaded(state_dict: Any = None) -> None:
