@@ -82,6 +82,18 @@ def norms_of_halved_twice() -> list[list[float | None]]:
     return found
 
 
+def norms_before_steps() -> tuple[list[float | None], list[float | None]]:
+    """The norms that a chain tells before its steps, and with them, of gradients that are scaled by the step."""
+    use()
+    run, before = build("single", overlap=True, model={"calculate_per_token_loss": True}), []
+
+    def tell(_: int) -> None:
+        run.optimizer.prepare_grads()
+        before.append(float(run.optimizer.get_grad_norm()))
+
+    return before, cases.train(run, 2, microbatches=2, before_step=tell).grad_norms
+
+
 def norms_of_an_optimizer_made_anew() -> tuple[list[Any], list[float | None], str, bool]:
     """Norms with two optimizers of one model, the second without early gradients, and with one.
 

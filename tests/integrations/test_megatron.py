@@ -272,6 +272,11 @@ def test_gradients_are_scaled_as_often_as_megatron_says(ranks: Ranks) -> None:
     assert early == late
 
 
+def test_norms_are_told_before_steps(ranks: Ranks) -> None:
+    ((before, told),) = ranks.run(1, "megatron_edge_cases.norms_before_steps")
+    np.testing.assert_allclose(before, told, rtol=1e-6)
+
+
 def test_gradients_are_cleared_beside_forward(ranks: Ranks) -> None:
     """On a device they are cleared when the step has read them, while forward runs: at the latest at its end."""
     ((at_once, late),) = ranks.run(1, "megatron_edge_cases.cleared_late")

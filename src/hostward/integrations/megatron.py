@@ -453,6 +453,11 @@ class OffloadedChain(_Chain):  # type: ignore[misc]
         updated = self.step_with_ready_grads()
         return updated, offloading.optimizer.grad_norm, zeros
 
+    def get_grad_norm(self) -> Any:
+        """Return the norm of all gradients, by Megatron; a factor that is applied within the step is part of it."""
+        norm = super().get_grad_norm()
+        return norm if self.offloading is None else norm * self.offloading.factor_to_come()
+
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
         """Step all parts, whose gradients are all there. Returns whether the step was made."""
@@ -905,6 +910,10 @@ class Offloading:
         for shard in self._shards.values():
             shard.weight.grad = None
         self._remember()
+
+    def factor_to_come(self) -> float:
+        """Return the factor of gradients that are not scaled until the step. It waits for it."""
+        return float(next(iter(self._scale.values()), 1.0))
 
     def _gradient_scale(self) -> torch.Tensor | None:
         """Return the factor that Megatron has for gradients which left before it was known."""
