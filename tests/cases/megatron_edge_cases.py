@@ -94,6 +94,17 @@ def norms_before_steps() -> tuple[list[float | None], list[float | None]]:
     return before, cases.train(run, 2, microbatches=2, before_step=tell).grad_norms
 
 
+def norms_of_scaled_gradients() -> list[list[float | None]]:
+    """The norms where a rank has nothing of what leaves early, and gradients are scaled: early and not."""
+    found = []
+    for early in (True, False):
+        use(early_gradients=early)
+        large = cases.Data(vocabulary=4096)  # one rank of the last stage has a part of its output layer alone
+        run = build("dp2-pp2", overlap=True, model={"calculate_per_token_loss": True}, data=large)
+        found.append(cases.train(run, 2, microbatches=2).grad_norms)
+    return found
+
+
 def norms_of_an_optimizer_made_anew() -> tuple[list[Any], list[float | None], str, bool]:
     """Norms with two optimizers of one model, the second without early gradients, and with one.
 
@@ -273,7 +284,7 @@ def told_of_a_gradient_that_is_not_finite(clip: str) -> list[bool]:
     return cases.train(run, 3, microbatches=2, before_step=spoil).updated
 
 
-def beside_a_frozen_stage() -> list[tuple[list[float | None], str]]:
+def beside_a_frozen_stage(**model: Any) -> list[tuple[list[float | None], str]]:
     """Norms and the bits of weights where the first stage of two is frozen: Megatron's own, and at two fractions."""
     wrap = cases.DistributedDataParallel
 
@@ -289,7 +300,7 @@ def beside_a_frozen_stage() -> list[tuple[list[float | None], str]]:
     ):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cases, "DistributedDataParallel", frozen)
-            run = build("pp2", overlap=True, **flags)
+            run = build("pp2", overlap=True, model=model, **flags)
         norms = cases.train(run, 2, microbatches=2).grad_norms
         found.append((norms, cases.digest(run.chunks)))
     return found

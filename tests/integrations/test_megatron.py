@@ -2,7 +2,7 @@
 
 Seen red: every wait and fence left out (each has its case here); experts, or replicas of tensor parallelism, counted
 twice in the norm; gradients that sequence parallelism adds up after their reduction, taken before, and those that are
-accumulated beside their buffer; buffers that are cleared twice.
+accumulated beside their buffer; buffers that are cleared twice; gradients scaled on some ranks before the norm.
 """
 
 from __future__ import annotations
@@ -272,6 +272,11 @@ def test_gradients_are_scaled_as_often_as_megatron_says(ranks: Ranks) -> None:
     assert early == late
 
 
+def test_gradients_are_scaled_where_none_leaves_early(ranks: Ranks) -> None:
+    found = ranks.run(4, "megatron_edge_cases.norms_of_scaled_gradients")
+    assert [early for early, _ in found] == [late for _, late in found] == [found[0][0]] * 4
+
+
 def test_norms_are_told_before_steps(ranks: Ranks) -> None:
     ((before, told),) = ranks.run(1, "megatron_edge_cases.norms_before_steps")
     np.testing.assert_allclose(before, told, rtol=1e-6)
@@ -324,8 +329,9 @@ def test_what_other_optimizers_and_newer_versions_do_is_refused(ranks: Ranks) ->
     assert [name for name, raised in found.items() if name not in raised] == []
 
 
-def test_a_rank_with_nothing_to_step_shares_norms(ranks: Ranks) -> None:
-    found = ranks.run(2, "megatron_edge_cases.beside_a_frozen_stage")
+@pytest.mark.parametrize("model", [{}, {"calculate_per_token_loss": True}], ids=["", "loss per token"])
+def test_a_rank_with_nothing_to_step_shares_norms(ranks: Ranks, model: dict[str, Any]) -> None:
+    found = ranks.run(2, "megatron_edge_cases.beside_a_frozen_stage", **model)
     assert [norms for norms, _ in found[0]] == [norms for norms, _ in found[1]]
     for (theirs, _), none, whole in found:
         assert whole == none

@@ -513,7 +513,7 @@ class Offloading:
         self._left_to_step: set[int] = set()
         self._together = False
         self._scale: dict[int, Any] = {}
-        """Factors by which Megatron scales gradients that were taken already, by model chunk."""
+        """Factors by which Megatron scales gradients before the step, where they leave early, by model chunk."""
         held = (p.device for chunk in self.chunks for p in chunk.parameters())
         self._device = next(held, torch.device("cpu"))
         self._nothing: torch.nn.Parameter | None = None
@@ -720,8 +720,11 @@ class Offloading:
                 self._follow_reduction(group, held)
 
     def _scale_gradients(self, chunk: Any, scale: Callable[[Any], None], scaling_factor: Any) -> None:
-        """Scale the gradients of a chunk; within the step, if they have left."""
-        if self._made is not None and self._made.gradients_taken:
+        """Scale the gradients of a chunk; within the step, if gradients leave early.
+
+        Also where none has left: the norm is that of all ranks, which have to scale theirs at the same place.
+        """
+        if self.early:
             self._scale[id(chunk)] = scaling_factor * self._scale.get(id(chunk), 1.0)
         else:
             self._clearing.finish()
@@ -916,19 +919,18 @@ class Offloading:
         return float(next(iter(self._scale.values()), 1.0))
 
     def _gradient_scale(self) -> torch.Tensor | None:
-        """Return the factor that Megatron has for gradients which left before it was known."""
+        """Return the factor that Megatron has for gradients, which leave before it is known."""
         if not self._scale:
             return None
         if len(self._scale) < len(self.chunks):
             raise OrderingError(
                 "gradients of some model chunks were scaled, and of others not",
-                why="they are scaled within one step, because they had been offloaded",
+                why="they are scaled within one step, because they are offloaded earlier",
                 fix="scale those of all chunks by one number, or use(early_gradients=False)",
             )
         factor = next(iter(self._scale.values()))
         self._scale.clear()
-        device = next(iter(self._shards.values())).weight.device
-        return torch.as_tensor(factor, dtype=torch.float32, device=device).reshape(1)
+        return torch.as_tensor(factor, dtype=torch.float32, device=self._device).reshape(1)
 
     # ---------------------------------------------------------------- state
 
