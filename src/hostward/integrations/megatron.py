@@ -88,6 +88,8 @@ CALLED = (
 """Methods by which Megatron tells what happens to weights and gradients; all have to be there."""
 _KEYS = {"master_param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 """Names of an entry of the state: Megatron's, and hostward's."""
+_BY_PARAM = "_build_model_param_to_state_dict_param_map"
+"""A method of Megatron's distributed optimizer that finds the tensors of a checkpoint, by parameter."""
 
 
 @dataclass
@@ -1049,7 +1051,7 @@ class Offloading:
                 self.optimizer.reseed([shard.name for shard in self._shards_of(part)])
                 self._remember()
             elif state_dict is not None:  # which Megatron does not give to its hybrid optimizer
-                self._take_from(part, owner._build_model_param_to_state_dict_param_map(state_dict))
+                self._take_from(part, getattr(owner, _BY_PARAM)(state_dict))
 
         @torch.no_grad()  # Megatron copies into fp32 shards in place, which are views of weights
         def loaded(*args: Any, **kwargs: Any) -> Any:
