@@ -82,6 +82,29 @@ def norms_of_halved_twice() -> list[list[float | None]]:
     return found
 
 
+def norms_before_steps() -> tuple[list[float | None], list[float | None]]:
+    """The norms that a chain tells before its steps, and with them, of gradients that are scaled by the step."""
+    use()
+    run, before = build("single", overlap=True, model={"calculate_per_token_loss": True}), []
+
+    def tell(_: int) -> None:
+        run.optimizer.prepare_grads()
+        before.append(float(run.optimizer.get_grad_norm()))
+
+    return before, cases.train(run, 2, microbatches=2, before_step=tell).grad_norms
+
+
+def norms_of_scaled_gradients() -> list[list[float | None]]:
+    """The norms where a rank has nothing of what leaves early, and gradients are scaled: early and not."""
+    found = []
+    for early in (True, False):
+        use(early_gradients=early)
+        large = cases.Data(vocabulary=4096)  # one rank of the last stage has a part of its output layer alone
+        run = build("dp2-pp2", overlap=True, model={"calculate_per_token_loss": True}, data=large)
+        found.append(cases.train(run, 2, microbatches=2).grad_norms)
+    return found
+
+
 def norms_of_an_optimizer_made_anew() -> tuple[list[Any], list[float | None], str, bool]:
     """Norms with two optimizers of one model, the second without early gradients, and with one.
 
@@ -103,6 +126,79 @@ def norms_of_an_optimizer_made_anew() -> tuple[list[Any], list[float | None], st
     gc.collect()
     alone = cases.train(build("single", overlap=True, model=per_token), 2, microbatches=2).grad_norms
     return norms, alone, message, offloading() is None
+
+
+def weights_without_their_optimizer() -> tuple[list[str], bool, list[str]]:
+    """The bits of weights where the optimizer is kept, and where nobody has it after a step.
+
+    Also whether it is still there then, or where the model is gone too, and methods of the chunk that are not its own.
+    """
+    use()
+    found = []
+    for kept in (True, False):
+        run = build("single", overlap=True)
+        cases.train(run, 1, microbatches=2)
+        optimizer = weakref.ref(run.optimizer.offloading.optimizer)
+        (chunk,) = run.chunks
+        if not kept:
+            run.optimizer = chunk.config.grad_scale_func = None
+            gc.collect()
+        cases.gather(run)
+        found.append(cases.digest(run.chunks))
+    whole = build("single")  # Megatron itself keeps model chunks that overlap
+    cases.train(whole, 1, microbatches=2)
+    without_model = weakref.ref(whole.optimizer.offloading.optimizer)
+    del whole
+    gc.collect()
+    parts = (chunk, *chunk.bucket_groups, *chunk.buffers)
+    changed = [name for each in parts for name in vars(each) if callable(getattr(type(each), name, None))]
+    return (
+        found,
+        optimizer() is not None or without_model() is not None,
+        [name for name in changed if name != "buffers"],
+    )
+
+
+def norms_of_megatrons_own_that_is_made_anew() -> list[list[float | None]]:
+    """Norms of Megatron's own optimizer, of a model that had hostward's, which somebody still has, and of one alone."""
+    per_token, own = {"calculate_per_token_loss": True}, {"use_precision_aware_optimizer": False}
+    use()
+    run = build("single", overlap=True, model=per_token)
+    kept = run.optimizer
+    _, run.optimizer = cases.make_optimizer(run.chunks, overlap=True)
+    assert kept.offloading is not None
+    norms = cases.train(run, 1, microbatches=2).grad_norms
+    alone = build("single", overlap=True, model=per_token, offload_fraction=None, **own)
+    return [norms, cases.train(alone, 1, microbatches=2).grad_norms]
+
+
+def clipping_before_a_step() -> list[str]:
+    """What is raised where gradients are clipped by others than the step, after they may have been read."""
+    use()
+    run = build("single", overlap=True)
+    found = []
+    for clip in (run.optimizer.chained_optimizers[0].step, lambda: run.optimizer.clip_grad_norm(1.0)):
+        with pytest.raises(adapter.OrderingError) as raised:
+            cases.train(run, 1, microbatches=2, before_step=lambda _, clip=clip: clip())  # type: ignore[misc]
+        found.append(str(raised.value))
+    return found
+
+
+def main_weights_of_a_checkpoint(**flags: Any) -> set[float]:
+    """The fp32 main weights after a step that changes none; those of a checkpoint were 2**-20 above the weights."""
+    use()
+    run = build("single", lr=0.0, min_lr=0.0, weight_decay=0.0, **flags)
+    named = dict(run.chunks[0].module.named_parameters())
+    with torch.no_grad():
+        for weight in named.values():
+            weight.fill_(1.0)
+    exact = {name: torch.full(weight.shape, 1.0 + 2.0**-20) for name, weight in named.items()}
+    run.optimizer.reload_model_params(state_dict={"model": exact})
+    cases.train(run, 1, microbatches=2)
+    (part,) = cases.inner_optimizers(run)
+    held = [p for group in part.param_groups for p in group["params"]]
+    values = [part.state[p].get("master_param", p) for p in held]
+    return {float(each) for value in values for each in (value.min(), value.max())}
 
 
 def refusals() -> dict[str, str]:
@@ -127,6 +223,23 @@ def refusals() -> dict[str, str]:
                 make()
         return str(raised.value)
 
+    def refusal_of_another_wrapper() -> str:
+        class OtherDataParallel:
+            ddp_config, config = run.chunks[0].ddp_config, run.chunks[0].config
+
+        with pytest.raises(adapter.ConfigError) as raised:
+            adapter.require_supported(run.config, [OtherDataParallel()])
+        return str(raised.value)
+
+    def refusal_of_gradients() -> str:
+        def in_fp32(chunks: list[Any]) -> None:
+            weight = next(chunks[0].parameters())
+            weight.main_grad = weight.main_grad.float()
+
+        with pytest.raises(adapter.ConfigError) as raised:
+            build("single", ddp={"grad_reduce_in_fp32": False}, before_optimizer=in_fp32)
+        return str(raised.value)
+
     ddp, own = run.chunks[0].ddp_config, run.chunks[0].config
     return {
         "grad_norm_skip_threshold": refusal(grad_norm_skip_threshold=1.0),
@@ -136,6 +249,9 @@ def refusals() -> dict[str, str]:
         "fp8_param": refusal(of=own, fp8_param=True),
         "optimizer_cuda_graph": refusal(optimizer_cuda_graph=True),
         "Megatron-FSDP": refusal(of=ddp, use_megatron_fsdp=True),
+        "OtherDataParallel": refusal_of_another_wrapper(),
+        "qk_clip": refusal(of=own, qk_clip=True),
+        "gradients in 2 dtypes": refusal_of_gradients(),
         "optimizer='muon'": refusal(optimizer="muon"),
         "Muon": of_other_optimizers(lambda: get_megatron_muon_optimizer(run.config, run.chunks)),
         "layer-wise": of_other_optimizers(lambda: LayerWiseDistributedOptimizer([], run.config)),
@@ -168,7 +284,7 @@ def told_of_a_gradient_that_is_not_finite(clip: str) -> list[bool]:
     return cases.train(run, 3, microbatches=2, before_step=spoil).updated
 
 
-def beside_a_frozen_stage() -> list[tuple[list[float | None], str]]:
+def beside_a_frozen_stage(**model: Any) -> list[tuple[list[float | None], str]]:
     """Norms and the bits of weights where the first stage of two is frozen: Megatron's own, and at two fractions."""
     wrap = cases.DistributedDataParallel
 
@@ -184,10 +300,54 @@ def beside_a_frozen_stage() -> list[tuple[list[float | None], str]]:
     ):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cases, "DistributedDataParallel", frozen)
-            run = build("pp2", overlap=True, **flags)
+            run = build("pp2", overlap=True, model=model, **flags)
         norms = cases.train(run, 2, microbatches=2).grad_norms
         found.append((norms, cases.digest(run.chunks)))
     return found
+
+
+def with_a_weight_in_fp32() -> list[tuple[list[float | None], str]]:
+    """Norms and the bits of weights where one weight among 16-bit ones is fp32: Megatron's own, and ours."""
+    wrap = cases.DistributedDataParallel
+
+    def mixed(config: Any, flags: Any, network: torch.nn.Module, **how: Any) -> Any:
+        network.last = torch.nn.Linear(64, 64, bias=False)  # the last one: its buffer is made after the other's
+        torch.nn.init.constant_(network.last.weight, 0.01)
+        network.register_forward_hook(lambda module, _, losses: losses + module.last(torch.ones(64)).square().mean())
+        return wrap(config, flags, network, **how)
+
+    use()
+    found = []
+    for flags in (
+        {"offload_fraction": None, "use_precision_aware_optimizer": False},
+        {"offload_fraction": 0.0},
+        {"offload_fraction": 1.0},
+        {"offload_fraction": 1.0, "use_precision_aware_optimizer": False},
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cases, "DistributedDataParallel", mixed)
+            run = build("dp2", overlap=True, **flags)
+        norms = cases.train(run, 2, microbatches=2).grad_norms
+        found.append((norms, cases.digest(run.chunks)))
+    return found
+
+
+def waits_for_all_gradients() -> list[str]:
+    """The weights whose gradients are changed after their reduction, where no process groups are those of the process.
+
+    Programs may give Megatron groups of their own, and have no others.
+    """
+
+    def missing() -> int:
+        raise AssertionError("group is not initialized")
+
+    use()
+    run = build("tp2", overlap=True, model={"sequence_parallel": True})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cases.parallel_state, "get_tensor_model_parallel_world_size", missing)
+        patch.setattr(cases.parallel_state, "get_pipeline_model_parallel_world_size", missing)
+        assert run.optimizer.offloading.optimizer
+    return [shard.name for shard in run.optimizer.offloading._shards.values() if shard.changed_later]
 
 
 def takes_early(**ddp: Any) -> bool:
@@ -195,6 +355,70 @@ def takes_early(**ddp: Any) -> bool:
     use()
     early: bool = build("dp2", overlap=True, ddp=ddp).optimizer.offloading.early
     return early
+
+
+def norms_with_gradients_beside_buffers() -> list[list[float | None]]:
+    """The norms where gradients are added up beside the buffers, and are there when a reduction is over: early and not.
+
+    So do newer versions by `param_name_patterns_for_fp32_local_accumulation`.
+    """
+
+    def beside(chunks: list[Any]) -> None:
+        for group in [group for chunk in chunks for group in chunk.bucket_groups]:
+            params = [p for bucket in group.buckets for p in bucket.params_list]
+            for p in params:
+                p.main_grad_copy_in_grad_buffer, p.main_grad = p.main_grad, torch.zeros_like(p.main_grad)
+            start, finish = group.start_grad_sync, group.finish_grad_sync
+
+            def started(*args: Any, start: Any = start, params: Any = params, **how: Any) -> None:
+                for p in params:
+                    p.main_grad_copy_in_grad_buffer.copy_(p.main_grad)
+                start(*args, **how)
+
+            def finished(*args: Any, finish: Any = finish, params: Any = params, **how: Any) -> None:
+                finish(*args, **how)
+                for p in params:
+                    p.main_grad.copy_(p.main_grad_copy_in_grad_buffer)
+
+            group.start_grad_sync, group.finish_grad_sync = started, finished
+
+    found = []
+    for early in (True, False):
+        # Copies that are made at once have what is there when a gradient is taken.
+        adapter.use(backend=SimulatedBackend(order=Order(eager=True), threads=1), early_gradients=early)
+        run = build("dp2", overlap=True, before_optimizer=beside)
+        found.append(cases.train(run, 2, microbatches=2).grad_norms)
+    return found
+
+
+def norms_after_a_forward_that_raised() -> list[list[float | None]]:
+    """The norms of a run whose second forward is interrupted and made again, and of one that is not interrupted."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    found = []
+    for interrupted in (True, False):
+        use()
+        run = build("single", overlap=True)
+        norms = cases.train(run, 1, microbatches=2).grad_norms
+        if interrupted:
+            hook = run.chunks[0].module.decoder.layers[1].register_forward_pre_hook(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                cases.train(run, 1, first=1, microbatches=2)
+            hook.remove()
+            for group in run.chunks[0].bucket_groups:
+                group.is_last_microbatch = True  # Megatron's schedule was in `no_sync`
+        found.append(norms + cases.train(run, 1, first=1, microbatches=2).grad_norms)
+    return found
+
+
+def norms_of_groups() -> object:
+    """What a chain says after a step of norms that newer versions compute besides the one of all gradients."""
+    use()
+    run = build("single")
+    cases.train(run, 1, microbatches=2)
+    return run.optimizer.grad_norms_by_group
 
 
 class LateClearing(adapter._Clearing):
@@ -228,7 +452,7 @@ def cleared_late(written: bool = False, hooked: bool = True) -> list[Any]:
             run = build("single", overlap=True)
         offloading = run.optimizer.offloading
         if not hooked:
-            for hook in offloading._hooks:
+            for hook in offloading._changes.hooks:
                 hook.remove()
         try:
             norms = cases.train(run, 2, microbatches=2).grad_norms

@@ -1,7 +1,8 @@
 """Megatron-Core's flags and loop, hostward's step: the same bits at every fraction, layout by layout, in late orders.
 
 Seen red: every wait and fence left out (each has its case here); experts, or replicas of tensor parallelism, counted
-twice in the norm; gradients that sequence parallelism adds up after their reduction, taken before.
+twice in the norm; gradients that sequence parallelism adds up after their reduction, taken before, and those that are
+accumulated beside their buffer; buffers that are cleared twice; gradients scaled on some ranks before the norm.
 """
 
 from __future__ import annotations
@@ -100,6 +101,13 @@ def test_each_way_of_megatron(ranks: Ranks, how: dict[str, Any]) -> None:
         assert_near(kept, {k: [v for v in theirs[k] if v is not None] for k in kept})
 
 
+def test_the_optimizer_of_torch_overlaps_nothing(ranks: Ranks) -> None:
+    own = {"fraction": None, "use_precision_aware_optimizer": False}
+    how = {**OVERLAPPED, "use_torch_optimizer_for_cpu_offload": True}
+    for ours, theirs in ranks.run(2, f"{CASES}.trained", layout="dp2", ways=[{"fraction": 1.0}, own], **how):
+        assert_near(ours, theirs)
+
+
 def total(told: list[Any]) -> tuple[dict[Any, int], set[Any]]:
     """State of all ranks added up, and the different weights that they have."""
     sums: Counter[Any] = Counter()
@@ -161,6 +169,7 @@ def test_without_a_wait_the_bits_differ(ranks: Ranks, wait: str, streamed: float
         ("dp2", "fully_reshardable", {}, [1.0]),
         ("dp2", "dp_reshardable", {"distributed": False}, [1.0]),
         ("dp2", "dp_reshardable", BF16_STATE, [1.0, 0.0]),
+        ("dp2", "dp_reshardable", {"precision": "fp32"}, [1.0]),
     ],
 )
 def test_checkpoints_load_at_another_fraction(
@@ -204,6 +213,17 @@ def test_weights_that_are_set_are_taken_up(ranks: Ranks) -> None:
     for how in (OVERLAPPED, {}, {"distributed": False}):
         for none, *whole in ranks.run(1, f"{CASES}.weights_are_reloaded", layout="single", how=how):
             assert [bits(each) for each in whole] == [bits(none)] * 2
+
+
+@pytest.mark.parametrize("flags", [{}, {"use_precision_aware_optimizer": False}])
+def test_main_weights_of_a_checkpoint_are_taken_up(ranks: Ranks, flags: dict[str, Any]) -> None:
+    (found,) = ranks.run(1, "megatron_edge_cases.main_weights_of_a_checkpoint", **flags)
+    assert found == {1.0 + 2.0**-20}
+
+
+def test_clipping_before_a_step_is_refused(ranks: Ranks) -> None:
+    (found,) = ranks.run(1, "megatron_edge_cases.clipping_before_a_step")
+    assert all('use(clip="megatron")' in raised for raised in found)
 
 
 @pytest.mark.parametrize(
@@ -252,6 +272,16 @@ def test_gradients_are_scaled_as_often_as_megatron_says(ranks: Ranks) -> None:
     assert early == late
 
 
+def test_gradients_are_scaled_where_none_leaves_early(ranks: Ranks) -> None:
+    found = ranks.run(4, "megatron_edge_cases.norms_of_scaled_gradients")
+    assert [early for early, _ in found] == [late for _, late in found] == [found[0][0]] * 4
+
+
+def test_norms_are_told_before_steps(ranks: Ranks) -> None:
+    ((before, told),) = ranks.run(1, "megatron_edge_cases.norms_before_steps")
+    np.testing.assert_allclose(before, told, rtol=1e-6)
+
+
 def test_gradients_are_cleared_beside_forward(ranks: Ranks) -> None:
     """On a device they are cleared when the step has read them, while forward runs: at the latest at its end."""
     ((at_once, late),) = ranks.run(1, "megatron_edge_cases.cleared_late")
@@ -261,6 +291,20 @@ def test_gradients_are_cleared_beside_forward(ranks: Ranks) -> None:
             assert "written between zero_grad_buffer() and the end of forward" in raised
 
 
+def test_gradients_beside_buffers_are_taken_when_they_are_reduced(ranks: Ranks) -> None:
+    for early, late in ranks.run(2, "megatron_edge_cases.norms_with_gradients_beside_buffers"):
+        assert early == late
+
+
+def test_a_forward_that_raised_is_made_again(ranks: Ranks) -> None:
+    ((again, whole),) = ranks.run(1, "megatron_edge_cases.norms_after_a_forward_that_raised")
+    assert again == whole
+
+
+def test_norms_of_groups_are_there_after_a_step(ranks: Ranks) -> None:
+    assert ranks.run(1, "megatron_edge_cases.norms_of_groups") == [{}]
+
+
 def test_another_optimizer_of_the_same_model_takes_its_place(ranks: Ranks) -> None:
     ((norms, alone, raised, gone),) = ranks.run(1, "megatron_edge_cases.norms_of_an_optimizer_made_anew")
     assert norms == alone
@@ -268,16 +312,35 @@ def test_another_optimizer_of_the_same_model_takes_its_place(ranks: Ranks) -> No
     assert gone
 
 
+def test_an_optimizer_that_nobody_has_is_gone(ranks: Ranks) -> None:
+    ((kept, alone), there, changed) = ranks.run(1, "megatron_edge_cases.weights_without_their_optimizer")[0]
+    assert alone == kept
+    assert not there
+    assert changed == []
+
+
+def test_an_optimizer_of_megatron_takes_its_place(ranks: Ranks) -> None:
+    ((norms, alone),) = ranks.run(1, "megatron_edge_cases.norms_of_megatrons_own_that_is_made_anew")
+    assert norms == alone
+
+
 def test_what_other_optimizers_and_newer_versions_do_is_refused(ranks: Ranks) -> None:
     (found,) = ranks.run(1, "megatron_edge_cases.refusals")
     assert [name for name, raised in found.items() if name not in raised] == []
 
 
-def test_a_rank_with_nothing_to_step_shares_norms(ranks: Ranks) -> None:
-    found = ranks.run(2, "megatron_edge_cases.beside_a_frozen_stage")
+@pytest.mark.parametrize("model", [{}, {"calculate_per_token_loss": True}], ids=["", "loss per token"])
+def test_a_rank_with_nothing_to_step_shares_norms(ranks: Ranks, model: dict[str, Any]) -> None:
+    found = ranks.run(2, "megatron_edge_cases.beside_a_frozen_stage", **model)
     assert [norms for norms, _ in found[0]] == [norms for norms, _ in found[1]]
     for (theirs, _), none, whole in found:
         assert whole == none
+        np.testing.assert_allclose(none[0], theirs, rtol=1e-5)
+
+
+def test_weights_of_several_dtypes_are_stepped(ranks: Ranks) -> None:
+    for (theirs, _), none, whole, copies in ranks.run(2, "megatron_edge_cases.with_a_weight_in_fp32"):
+        assert none == whole == copies
         np.testing.assert_allclose(none[0], theirs, rtol=1e-5)
 
 
@@ -289,6 +352,12 @@ def test_weights_that_were_moved_are_noticed(ranks: Ranks) -> None:
 def test_skipped_steps_are_told(ranks: Ranks, clip: str) -> None:
     (told,) = ranks.run(1, "megatron_edge_cases.told_of_a_gradient_that_is_not_finite", clip=clip)
     assert told == [True, False, True]
+
+
+def test_process_groups_are_those_of_the_model(ranks: Ranks) -> None:
+    for names in ranks.run(2, "megatron_edge_cases.waits_for_all_gradients"):
+        assert names
+        assert all("norm" in name for name in names)
 
 
 def test_reductions_that_are_made_by_whoever_waits_are_left_to_megatron(ranks: Ranks) -> None:

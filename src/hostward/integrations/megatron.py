@@ -88,6 +88,8 @@ CALLED = (
 """Methods by which Megatron tells what happens to weights and gradients; all have to be there."""
 _KEYS = {"master_param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 """Names of an entry of the state: Megatron's, and hostward's."""
+_BY_PARAM = "_build_model_param_to_state_dict_param_map"
+"""A method of Megatron's distributed optimizer that finds the tensors of a checkpoint, by parameter."""
 
 
 @dataclass
@@ -145,6 +147,8 @@ def use(*, clip: str = "hostward", early_gradients: bool = True, **options: Any)
         """Make a part of the chain, and note what it was made for."""
         given = inspect.signature(make).bind(*args, **kwargs).arguments
         require_supported(given["config"], given["model_chunks"])
+        if not given["config"].optimizer_cpu_offload:
+            leave(given["model_chunks"])
         hybrid = getattr(theirs, COPIED[1])
         setattr(theirs, COPIED[1], OffloadedHybrid)
         try:
@@ -153,6 +157,8 @@ def use(*, clip: str = "hostward", early_gradients: bool = True, **options: Any)
             setattr(theirs, COPIED[1], hybrid)
         if isinstance(getattr(part, "optimizer", None), OffloadedHybrid):
             part.optimizer.owner, part.optimizer.chunks = part, list(given["model_chunks"])
+            if hasattr(part, "model_param_group_index_map"):
+                _sort_by_map(part)
             if part.init_state_fn is None:  # Megatron calls it when it loads, and has none for its hybrid optimizer
                 part.init_state_fn = _state_is_there
         return part
@@ -228,6 +234,12 @@ def require_supported(config: Any, chunks: Sequence[Any]) -> None:
         refuse(f"optimizer={config.optimizer!r}", "it is AdamW", 'optimizer="adam", or leave optimizer_cpu_offload out')
     if getattr(ddp, "use_megatron_fsdp", False):
         refuse("Megatron-FSDP", "it moves weights and gradients itself", "PyTorch's fully_shard, or data_parallel")
+    for chunk in chunks:
+        if not hasattr(chunk, "bucket_groups"):
+            kind = type(chunk).__name__
+            refuse(kind, "it does not reduce gradients in buckets", "megatron.core.distributed.DistributedDataParallel")
+    if getattr(chunks[0].config, "qk_clip", False):
+        refuse("qk_clip", "it writes main weights in a way that cannot be noticed", "leave qk_clip out")
     for flag in ("fp8_param_gather", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag", "fp8_param", "fp4_param"):
         if any(getattr(each, flag, False) for each in (ddp, config, chunks[0].config)):
             refuse(flag, "the step writes fp32, bf16 and fp16 weights", f"leave {flag} out")
@@ -410,6 +422,15 @@ class _Entry(dict[str, Any]):
         self._offloading.write(self._key, {name: value})
 
 
+def _refuse_to_clip(*_: Any, **__: Any) -> Any:
+    """Raise OrderingError: who steps a part alone, or clips before the step, changes gradients that have left."""
+    raise OrderingError(
+        "clip_grad_norm() before hostward's step",
+        why="gradients are offloaded in backward, and norm and clipping are part of the step",
+        fix='set clip_grad and step the ChainedOptimizer that get_megatron_optimizer returned, or use(clip="megatron")',
+    )
+
+
 class OffloadedChain(_Chain):  # type: ignore[misc]
     """Stands where Megatron makes its ChainedOptimizer: all parts that are offloaded are stepped together."""
 
@@ -418,6 +439,8 @@ class OffloadedChain(_Chain):  # type: ignore[misc]
         parts = [getattr(each, "optimizer", None) for each in chained_optimizers]
         found = [part for part in parts if isinstance(part, OffloadedHybrid)]
         self.offloading = Offloading(found) if found else None
+        if self.offloading is not None and self.offloading.early:
+            self.clip_grad_norm = _refuse_to_clip
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float | None, float | None]:
@@ -425,11 +448,17 @@ class OffloadedChain(_Chain):  # type: ignore[misc]
         offloading = self.offloading
         if offloading is None or not offloading.clips:
             return super().step()  # type: ignore[no-any-return]
+        self.grad_norms_by_group: dict[str, float] = {}  # newer versions have it after each step; there is one norm
         if self.prepare_grads():
             return False, None, None
         zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
         updated = self.step_with_ready_grads()
         return updated, offloading.optimizer.grad_norm, zeros
+
+    def get_grad_norm(self) -> Any:
+        """Return the norm of all gradients, by Megatron; a factor that is applied within the step is part of it."""
+        norm = super().get_grad_norm()
+        return norm if self.offloading is None else norm * self.offloading.factor_to_come()
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
@@ -486,20 +515,19 @@ class Offloading:
         self._left_to_step: set[int] = set()
         self._together = False
         self._scale: dict[int, Any] = {}
-        """Factors by which Megatron scales gradients that were taken already, by model chunk."""
+        """Factors by which Megatron scales gradients before the step, where they leave early, by model chunk."""
         held = (p.device for chunk in self.chunks for p in chunk.parameters())
         self._device = next(held, torch.device("cpu"))
         self._nothing: torch.nn.Parameter | None = None
         """What a rank steps that has nothing to step."""
         self._collectives = _SideStream(self._device)
         self._clearing = _Clearing(self._device)
-        self._replaced: list[tuple[Any, str, Any]] = []
-        """Methods of chunks and of their bucket groups: of which object, their names, and what was set there before."""
-        self._hooks: list[Any] = []
-        self._left = False
-        mine = {id(chunk) for chunk in self.chunks}
-        for other in [o for o in self.live if any(id(chunk) in mine for chunk in o.chunks)]:
-            other._leave()
+        self._grad_dtype = self._gradient_dtype()
+        self._changes = _Changes(self._clearing)
+        # A program that drops the optimizer and keeps the model gets its memory back: nothing of a chunk keeps this.
+        self._leave = weakref.finalize(self, self._changes.undo)
+        self._leave.atexit = False
+        leave(self.chunks)
         self.live.add(self)
         for chunk in self.chunks:
             self._follow(chunk)
@@ -537,7 +565,8 @@ class Offloading:
     @property
     def overlaps(self) -> bool:
         """Return whether anything of the step runs beside backward and forward."""
-        return bool(self._parts[0].defaults.get("overlap_cpu_optimizer_d2h_h2d", True))
+        asked = bool(self._parts[0].defaults.get("overlap_cpu_optimizer_d2h_h2d", True))
+        return asked and not self.config.use_torch_optimizer_for_cpu_offload  # torch's steps within `step` alone
 
     @property
     def optimizer(self) -> AdamW:
@@ -565,9 +594,8 @@ class Offloading:
                     model_param, start, stop = whole[id(tensor)]
                     name = self._names_of[id(model_param)]
                     weight = torch.nn.Parameter(tensor.detach())
-                    shard = _Shard(
-                        name, tensor, weight, model_param, part, start, stop, _changed_later(name, model_param)
-                    )
+                    late = _changed_later(name, model_param, self.chunks[0])
+                    shard = _Shard(name, tensor, weight, model_param, part, start, stop, late)
                     self._shards[id(tensor)] = shard
                     self._of_param.setdefault(id(model_param), []).append(shard)
                     named.append((name, weight))
@@ -586,7 +614,7 @@ class Offloading:
             pin_weights=bool(defaults.get("pin_cpu_params", True)),
             use_torch_optimizer=bool(self.config.use_torch_optimizer_for_cpu_offload),
             max_grad_norm=self.config.clip_grad if self.clips else None,
-            grad_dtype=self._gradient_dtype(),
+            grad_dtype=self._grad_dtype,
             state_dtypes=_state_dtypes(self.config),
             stages=stages,
             uncounted=uncounted,
@@ -594,6 +622,7 @@ class Offloading:
             waits="manual",
             **self._settings.options,
         )
+        self._changes.made = made
         self._remember()
         return made
 
@@ -626,7 +655,8 @@ class Offloading:
         """Return the dtype of gradients where it is not that of the weights. Raises ConfigError for several."""
         if not self.steps_weights:
             return None  # fp32 copies have fp32 gradients
-        pairs = {(s.model_param.main_grad.dtype, s.weight.dtype) for s in self._shards.values()}  # type: ignore[attr-defined]
+        stepped = [p for part in self._parts for p, _, _ in _whole_of(part).values()]
+        pairs = {(p.main_grad.dtype, p.dtype) for p in stepped}  # type: ignore[attr-defined]
         if all(gradient is weight for gradient, weight in pairs):
             return None
         dtypes = {gradient for gradient, _ in pairs}
@@ -668,30 +698,22 @@ class Offloading:
 
     def _follow(self, chunk: Any) -> None:
         """Be told by a model chunk when gradients are cleared or scaled, and by its bucket groups of the rest."""
-        self._before(chunk, "zero_grad_buffer", self._before_clearing)
+        forget, wait_for_readers = _weakly(self._before_clearing), _weakly(self._wait_for_readers)
         if self.early and not _captures(chunk.config):
+            self._before(chunk, "zero_grad_buffer", forget)
+            clear, clearing = _weakly(self._clear), self._clearing
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-                self._replace(buffer, "reset", partial(self._clear, buffer, buffer.reset))
+                self._changes.replace(buffer, "reset", partial(clear, buffer, buffer.reset))
             innermost = chunk
             while isinstance(getattr(innermost, "module", None), torch.nn.Module):
                 innermost = innermost.module
-            self._hooks.append(innermost.register_forward_hook(lambda *_: self._clearing.finish()))
+            self._changes.hooks.append(innermost.register_forward_hook(lambda *_: clearing.finish()))
         else:
-            self._before(chunk, "zero_grad_buffer", self._wait_for_readers)
+            self._before(chunk, "zero_grad_buffer", forget, wait_for_readers)
         if hasattr(chunk, "offload_grad_buffers"):
-            self._before(chunk, "offload_grad_buffers", self._before_clearing)
-            self._before(chunk, "offload_grad_buffers", self._wait_for_readers)
-        scale = chunk.scale_gradients
-
-        def scaled(scaling_factor: Any) -> None:
-            if self._made is not None and self._made.gradients_taken:
-                # Within the step, for those that have left.
-                self._scale[id(chunk)] = scaling_factor * self._scale.get(id(chunk), 1.0)
-            else:
-                self._clearing.finish()
-                scale(scaling_factor)
-
-        self._replace(chunk, "scale_gradients", scaled)
+            self._before(chunk, "offload_grad_buffers", forget, wait_for_readers)
+        scaled = partial(_weakly(self._scale_gradients), chunk, chunk.scale_gradients)
+        self._changes.replace(chunk, "scale_gradients", scaled)
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
             held = [p for bucket in group.buckets for p in bucket.params_list]
             if self.config.use_distributed_optimizer:
@@ -699,19 +721,31 @@ class Offloading:
             if self.early:
                 self._follow_reduction(group, held)
 
+    def _scale_gradients(self, chunk: Any, scale: Callable[[Any], None], scaling_factor: Any) -> None:
+        """Scale the gradients of a chunk; within the step, if gradients leave early.
+
+        Also where none has left: the norm is that of all ranks, which have to scale theirs at the same place.
+        """
+        if self.early:
+            self._scale[id(chunk)] = scaling_factor * self._scale.get(id(chunk), 1.0)
+        else:
+            self._clearing.finish()
+            scale(scaling_factor)
+
     def _follow_gather(self, group: Any, held: Sequence[Any]) -> None:
         """Gather new weights of a bucket group when they are there; forward goes on with the group before it."""
         start, finish = group.start_param_sync, group.finish_param_sync
+        wait_for, collectives = _weakly(self._wait_for), self._collectives
         beside = False
 
         def started(force_sync: bool = False) -> Any:
             nonlocal beside
             beside = bool(group.ddp_config.overlap_param_gather and not force_sync)
             if not beside:
-                self._wait_for(held)
+                wait_for(held)
                 return start(force_sync=force_sync)
-            with self._collectives.beside():
-                self._wait_for(held)
+            with collectives.beside():
+                wait_for(held)
                 return start()
 
         def finished(*args: Any, **kwargs: Any) -> Any:
@@ -719,66 +753,48 @@ class Offloading:
             found = finish(*args, **kwargs)
             if beside:  # what the stream of forward has waited for is known from here on
                 beside = False
-                self._wait_for(held)
+                wait_for(held)
             return found
 
-        self._replace(group, "start_param_sync", started)
-        self._replace(group, "finish_param_sync", finished)
+        self._changes.replace(group, "start_param_sync", started)
+        self._changes.replace(group, "finish_param_sync", finished)
 
     def _follow_reduction(self, group: Any, held: Sequence[Any]) -> None:
         """Take the gradients of a bucket group when they are reduced, behind the collective on a stream of its own."""
         start, finish = group.start_grad_sync, group.finish_grad_sync
+        take, clearing, collectives = _weakly(self._take), self._clearing, self._collectives
+        # Those that are accumulated in fp32 beside the buffer have what was reduced when `finish` returns.
+        reduced = [p for p in held if getattr(p, "main_grad_copy_in_grad_buffer", None) is None]
 
         def started(*args: Any, **kwargs: Any) -> Any:
-            self._clearing.finish()
+            clearing.finish()
             found = start(*args, **kwargs)
             handle = group.grad_reduce_handle
             if handle is not None:
-                with self._collectives.beside():
+                with collectives.beside():
                     handle.wait()
-                    self._take(held)
+                    take(reduced)
             return found
 
         def finished(*args: Any, **kwargs: Any) -> Any:
-            self._clearing.finish()
+            clearing.finish()
             found = finish(*args, **kwargs)
-            self._take(held)
+            take(held)
             return found
 
-        self._replace(group, "start_grad_sync", started)
-        self._replace(group, "finish_grad_sync", finished)
+        self._changes.replace(group, "start_grad_sync", started)
+        self._changes.replace(group, "finish_grad_sync", finished)
 
-    def _before(self, owner: Any, name: str, told: Callable[[], None]) -> None:
-        """Call `told` before a method of one object."""
+    def _before(self, owner: Any, name: str, *told: Callable[[], None]) -> None:
+        """Call functions before a method of one object."""
         method = getattr(owner, name)
 
         def called(*args: Any, **kwargs: Any) -> Any:
-            told()
+            for each in told:
+                each()
             return method(*args, **kwargs)
 
-        self._replace(owner, name, called)
-
-    def _replace(self, owner: Any, name: str, value: Any) -> None:
-        self._replaced.append((owner, name, vars(owner).get(name)))
-        setattr(owner, name, value)
-
-    def _leave(self) -> None:
-        """Leave the model chunks to another optimizer, which has been made for them; nothing there keeps this alive."""
-        if self._made is not None:
-            self._made.discard_gradients()
-            self._made.wait()
-        self._clearing.finish()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        for owner, name, before in reversed(self._replaced):
-            if before is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
-        self._replaced.clear()
-        self._left = True
-        self.live.discard(self)
+        self._changes.replace(owner, name, called)
 
     def _of(self, model_params: Sequence[Any]) -> list[_Shard]:
         return [shard for p in model_params for shard in self._of_param.get(id(p), ())]
@@ -849,7 +865,7 @@ class Offloading:
         if id(part) in self._left_to_step:
             self._left_to_step.discard(id(part))
             return
-        if self._left:
+        if not self._leave.alive:
             raise OrderingError(
                 "a step of an optimizer of Megatron whose model chunks have another one by now",
                 why="only the last one that get_megatron_optimizer made for them gets their gradients",
@@ -900,20 +916,23 @@ class Offloading:
             shard.weight.grad = None
         self._remember()
 
+    def factor_to_come(self) -> float:
+        """Return the factor of gradients that are not scaled until the step. It waits for it."""
+        return float(next(iter(self._scale.values()), 1.0))
+
     def _gradient_scale(self) -> torch.Tensor | None:
-        """Return the factor that Megatron has for gradients which left before it was known."""
+        """Return the factor that Megatron has for gradients, which leave before it is known."""
         if not self._scale:
             return None
         if len(self._scale) < len(self.chunks):
             raise OrderingError(
                 "gradients of some model chunks were scaled, and of others not",
-                why="they are scaled within one step, because they had been offloaded",
+                why="they are scaled within one step, because they are offloaded earlier",
                 fix="scale those of all chunks by one number, or use(early_gradients=False)",
             )
         factor = next(iter(self._scale.values()))
         self._scale.clear()
-        device = next(iter(self._shards.values())).weight.device
-        return torch.as_tensor(factor, dtype=torch.float32, device=device).reshape(1)
+        return torch.as_tensor(factor, dtype=torch.float32, device=self._device).reshape(1)
 
     # ---------------------------------------------------------------- state
 
@@ -1004,18 +1023,37 @@ class Offloading:
         optimizer.reseed([shard.name for shard in shards])
         self._remember()
 
+    @torch.no_grad()
+    def _take_from(self, part: OffloadedHybrid, saved: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
+        """Take fp32 main weights from those of a checkpoint."""
+        shards = self._shards_of(part)
+        for shard in shards:
+            main = saved[shard.model_param].detach().view(-1)[shard.start : shard.stop]
+            if self.steps_weights:
+                self.write(id(shard.tensor), {"master_param": main})
+            else:
+                shard.tensor.detach().view(-1).copy_(main)
+        self.flush()
+        if not self.steps_weights:
+            self.optimizer.reseed([shard.name for shard in shards])
+            self._remember()
+
     def _follow_loads(self, part: OffloadedHybrid) -> None:
         """Be told when Megatron has loaded state, or wants main weights anew. It copies through `.data` there."""
         owner = part.owner
         reload_params, load = owner.reload_model_params, owner.load_state_dict
+        if self.early:
+            owner.clip_grad_norm = _refuse_to_clip
 
-        def reloaded(*args: Any, **kwargs: Any) -> Any:
-            found = reload_params(*args, **kwargs)
+        def reloaded(state_dict: Any = None) -> None:
+            reload_params(state_dict=state_dict)
             if not hasattr(owner, "model_param_group_index_map"):  # it asks by update_fp32_param_by_new_param
                 self.optimizer.reseed([shard.name for shard in self._shards_of(part)])
                 self._remember()
-            return found
+            elif state_dict is not None:  # which Megatron does not give to its hybrid optimizer
+                self._take_from(part, getattr(owner, _BY_PARAM)(state_dict))
 
+        @torch.no_grad()  # Megatron copies into fp32 shards in place, which are views of weights
         def loaded(*args: Any, **kwargs: Any) -> Any:
             found = load(*args, **kwargs)
             self.flush()
@@ -1025,6 +1063,65 @@ class Offloading:
             return found
 
         owner.reload_model_params, owner.load_state_dict = reloaded, loaded
+
+
+def leave(chunks: Sequence[Any]) -> None:
+    """Let the optimizers that step these model chunks leave them to another one, which is made for them."""
+    mine = {id(chunk) for chunk in chunks}
+    for other in [each for each in Offloading.live if any(id(chunk) in mine for chunk in each.chunks)]:
+        Offloading.live.discard(other)
+        other._leave()
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls a method, and does not keep its object."""
+    held = weakref.WeakMethod(method)
+
+    def called(*args: Any) -> Any:
+        found = held()
+        return None if found is None else found(*args)
+
+    return called
+
+
+class _Changes:
+    """What an optimizer has changed in model chunks, to be undone when it leaves them, or goes."""
+
+    def __init__(self, clearing: _Clearing) -> None:
+        self.made: AdamW | None = None
+        """What steps the weights of the chunks."""
+        self.hooks: list[Any] = []
+        self._clearing = clearing
+        self._replaced: list[tuple[weakref.ref[Any], str, Any]] = []
+        """Methods of chunks and of their bucket groups: of which object, their names, and what was set there before.
+
+        Objects are not kept: by its configuration a chunk has the optimizer, which would so keep itself.
+        """
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Put a function where an object has a method."""
+        self._replaced.append((weakref.ref(owner), name, vars(owner).get(name)))
+        setattr(owner, name, value)
+
+    def undo(self) -> None:
+        """Undo all changes. Weights then have the values of the last step, and gradient buffers are cleared."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks.clear()
+        for held, name, before in reversed(self._replaced):
+            owner = held()
+            if owner is None:
+                continue
+            if before is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+        self._replaced.clear()
+        made, self.made = self.made, None
+        if made is not None:
+            made.discard_gradients()
+            made.wait()
+        self._clearing.finish()
 
 
 class _SideStream:
@@ -1067,6 +1164,8 @@ class _Clearing:
         """Enqueue `clear`, which waits for the readers of this buffer and clears it."""
         with self._side.beside():
             clear()
+        # Cleared again, as after a forward that raised, it is what the last time has left that counts.
+        self._cleared = [(each, version) for each, version in self._cleared if each is not gradients]
         self._cleared.append((gradients, gradients._version))
 
     def finish(self) -> None:
@@ -1086,6 +1185,25 @@ class _Clearing:
 def _captures(config: Any) -> bool:
     """Return whether forward or backward of a model chunk becomes part of CUDA graphs, where no stream can join."""
     return bool(getattr(config, "cuda_graph_impl", "none") != "none" or getattr(config, "enable_cuda_graph", False))
+
+
+def _sort_by_map(part: Any) -> None:
+    """Put the shards of each group of a DistributedOptimizer where its map says that they are.
+
+    Megatron puts those of fp32 weights first, and looks for them, when it saves, where its buffers have them.
+    """
+    precise = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+    halves = part.shard_float16_groups if precise else part.shard_fp32_from_float16_groups
+    shards: dict[int, torch.Tensor] = {}
+    for of_weights, of_shards in (
+        (part.model_float16_groups, halves),
+        (part.model_fp32_groups, part.shard_fp32_groups),
+    ):
+        for held, cut in zip(of_weights, of_shards, strict=True):
+            shards.update(zip(map(id, held), cut, strict=True))
+    for number, group in enumerate(part.optimizer.param_groups):
+        placed = {place: shards[id(p)] for p, (of, place) in part.model_param_group_index_map.items() if of == number}
+        group["params"] = [placed[place] for place in sorted(placed)]
 
 
 def _whole_of(part: OffloadedHybrid) -> dict[int, tuple[torch.nn.Parameter, int, int]]:
@@ -1108,18 +1226,17 @@ def _whole_of(part: OffloadedHybrid) -> dict[int, tuple[torch.nn.Parameter, int,
     return found
 
 
-def _changed_later(name: str, p: Any) -> bool:
+def _changed_later(name: str, p: Any, chunk: Any) -> bool:
     """Return whether `finalize_model_grads` adds to this gradient after its bucket group is reduced."""
-    from megatron.core import parallel_state
-
     if getattr(p, "pipeline_parallel", False) or getattr(p, "flextron_router_pp_sync", False):
         return True
-    if parallel_state.get_tensor_model_parallel_world_size() > 1:
+    if chunk.tp_group.size() > 1:
         if getattr(p, "sequence_parallel", False) or getattr(p, "average_gradients_across_tp_domain", False):
             return True
         if "q_layernorm" in name or "k_layernorm" in name:
             return True
-    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+    stages = chunk.pp_group if isinstance(chunk.pp_group, list) else [chunk.pp_group]
+    if any(each.size() > 1 for each in stages):
         embeds = "position_embeddings" in name or "word_embeddings" in name or "output_layer" in name
         return embeds or bool(getattr(p, "shared_embedding", False))
     return False
