@@ -5,7 +5,8 @@ The reference is the same training on the device alone, with float32 accumulator
 Seen red: a range that begins its total with an addition; totals of one step that go on in the next; partial sums of the
 last microbatch alone; ranges that the last microbatch did not touch left without partial sums; a second gradient that
 overtakes one which waits for its bucket; an inbox that is not waited for; gradients refilled before their memory was
-released; slots taken in the first microbatch; what stays on the device added up in its own dtype.
+released; slots taken in the first microbatch; what stays on the device added up in its own dtype; tied weights in the
+dtype of their parameters on the host.
 """
 
 from __future__ import annotations
@@ -130,6 +131,29 @@ def test_h38_checkpointed_layers(reentrant: bool) -> None:
         loss_of(model, 10 * step + i, reentrant=reentrant).backward()
 
     agrees(backward)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shared", ["weight", "layer"])
+@every_mix
+def test_what_several_places_contribute_is_added_up_alike(mix: str, shared: str, dtype: torch.dtype) -> None:
+    """Tied weights, and a layer in two places: autograd adds up their gradients in the dtype of `.grad`."""
+
+    def run(mix: str, **options: Any) -> dict[str, torch.Tensor]:
+        model = Net(dtype)
+        if shared == "weight":
+            model.blocks[2].up.weight = model.blocks[0].up.weight
+        else:
+            model.blocks[2] = model.blocks[0]
+        optimizer = adamw(model, max_grad_norm=0.5, **MIXES[mix], **options)
+        for i in range(4):
+            with optimizer.accumulate(last=i % 2 == 1):
+                loss_of(model, i).backward()
+            if i % 2:
+                optimizer.step()
+        return snapshot(model, optimizer) | {"norm": torch.tensor(optimizer.grad_norm)}
+
+    assert_equal(run(mix, gradients="host"), run("device", grad_dtype=torch.float32))
 
 
 def test_a_layer_used_twice_under_reentrant_checkpoints() -> None:
