@@ -227,7 +227,8 @@ class GradientHooks:
         self._taker.require_used(t.name)
         if self._leave is not None:
             self._leave(name)
-        if self.captured or not t.parameter.numel():
+        none = t.parameter.grad is None or isinstance(t.parameter.grad, OffloadedGrad)
+        if self.captured or none or not t.parameter.numel():  # a custom backward may return None
             return
         taken_now = self.armed and not self.reduced_later and name not in self.tied.names
         if taken_now or name in self.summed:
@@ -428,9 +429,9 @@ class _Before:
         self._name = name
 
     @_disable_dynamo
-    def __call__(self, _: torch.Tensor) -> None:
+    def __call__(self, gradient: torch.Tensor | None) -> None:
         grad_hooks = self._grad_hooks()
-        if grad_hooks is not None:
+        if grad_hooks is not None and gradient is not None:
             with without_functions():
                 grad_hooks.before(self._name)
 
