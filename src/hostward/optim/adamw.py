@@ -633,7 +633,8 @@ class AdamW(torch.optim.Optimizer):
                 fix="run a backward pass between two steps, or make the optimizer with overlap=False",
             )
         else:
-            # grad_norm and last_step_skipped describe this step, not the one before.
+            # grad_norm and last_step_skipped describe this step, not the one before, which may still read its own.
+            self.wait()
             self._memory.device_scalars.norm.data.zero_()
             self._memory.device_scalars.skip.data.zero_()
 
