@@ -6,7 +6,7 @@ Seen red: a range that begins its total with an addition; totals of one step tha
 last microbatch alone; ranges that the last microbatch did not touch left without partial sums; a second gradient that
 overtakes one which waits for its bucket; an inbox that is not waited for; gradients refilled before their memory was
 released; slots taken in the first microbatch; what stays on the device added up in its own dtype; tied weights in the
-dtype of their parameters on the host.
+dtype of their parameters on the host; `zero_grad` that leaves zeros on the device alone.
 """
 
 from __future__ import annotations
@@ -267,6 +267,23 @@ def test_totals_and_what_lands_before_them_are_all_that_is_held() -> None:
     padded = sum(b.offsets[-1] for b in optimizer.inventory.buckets)
     assert held == 4 * padded + LANDING_BUFFERS * 4 * largest
     assert optimizer.backend.ledger.by_owner(Tier.HOST)["norm partials"] > 0
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_parameter_without_a_new_gradient_is_stepped_nowhere(set_to_none: bool) -> None:
+    """`zero_grad(set_to_none=False)` would leave a zero to step with in `.grad`, and nothing on the host."""
+
+    def run(mix: str) -> dict[str, torch.Tensor]:
+        model, optimizer = make(mix, torch.bfloat16, gradients="host")
+        for i in range(3):
+            loss_of(model, i, without=1 if i else None).backward()
+            if i:
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+        return snapshot(model, optimizer)
+
+    for mix in OFFLOADED:
+        assert_equal(run(mix), run("device"))
 
 
 def test_what_stays_on_the_device_is_added_up_in_float32() -> None:

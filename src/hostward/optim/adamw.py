@@ -1116,10 +1116,15 @@ class AdamW(torch.optim.Optimizer):
 
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, including offloaded ones."""
+        """Clear all gradients, including offloaded ones.
+
+        Args:
+            set_to_none: False: what is in `.grad` becomes zero, and what is offloaded None. With `gradients="host"`
+                all become None, whatever is said, so that a parameter without a new gradient is stepped nowhere.
+        """
         self.discard_gradients()
         with without_functions():
-            super().zero_grad(set_to_none)
+            super().zero_grad(set_to_none or self._sums_on_host)
 
     def replayed(self) -> None:
         """Report that a CUDA graph has written the gradients in `.grad`.
