@@ -1180,6 +1180,8 @@ class AdamW(torch.optim.Optimizer):
             self._follow_weights()
         elif self._places.sharding is not None:
             self._places.sharding.reshard()
+        if self._places.sharding is not None and not self._sleeper.asleep.kinds & Kinds.WEIGHTS:
+            self._places.sharding.settle_all()
         report = self._sleeper.sleep(parts, wanted, budget)
         log.info("%s", report.explain())
         return report
