@@ -126,6 +126,27 @@ def asleep() -> tuple[dict[str, str], dict[str, str]]:
     return before, {name: digest(p) for name, p in model.named_parameters()}
 
 
+def asleep_before_the_first_forward() -> tuple[dict[str, str], dict[str, str]]:
+    """Bits after a step, without and with a sleep before it in which FSDP2 was asked for whole weights."""
+    found = []
+    for sleeps in (False, True):
+        model: Any = sharded()
+        optimizer = adamw(model, "mixed", "late", fence=False)
+        if sleeps:
+            assert not optimizer.sleep().stays
+            for use in (lambda model=model: loss_of(model, 0), *(module.unshard for module in (model, *model.blocks))):
+                try:
+                    use()
+                except AsleepError:
+                    continue
+                raise AssertionError("weights that are asleep were gathered")
+            optimizer.wake()
+        trained(model, optimizer, 0)
+        optimizer.wait()
+        found.append({name: digest(p) for name, p in model.named_parameters()})
+    return found[0], found[1]
+
+
 def fail_between_blocks(model: Any) -> None:
     """A forward that ends there on every rank; then no weight is whole any more."""
     handle = model.blocks[1].up.register_forward_pre_hook(_fail)

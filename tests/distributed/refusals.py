@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,19 @@ def _sharded_afterwards() -> None:
     fully_shard(model, mesh=mesh_of("all"))
     loss_of(model, 0).backward()
     optimizer.step()
+
+
+def _asleep_after_an_error_in_backward() -> None:
+    def fail(_: torch.Tensor) -> None:
+        raise RuntimeError("in backward")
+
+    model: Any = sharded()
+    optimizer = adamw(model)
+    handle = model.blocks[0].register_forward_hook(lambda *args: args[-1].register_hook(fail) and None)
+    with contextlib.suppress(RuntimeError):
+        loss_of(model, 0).backward()
+    handle.remove()
+    optimizer.sleep()
 
 
 def _half_sharded() -> None:

@@ -245,6 +245,12 @@ def test_parts_that_sleep_change_no_bit(pair: World, on_device: Any, case: str) 
     assert_same_bits(found, on_device(pair, **options))
 
 
+def test_weights_sleep_before_the_first_forward(pair: World) -> None:
+    """Seen red: FSDP2 pads parts when it is first used, by reading memory that was freed: a segmentation fault."""
+    for expected, found in pair.run("away_cases.asleep_before_the_first_forward"):
+        assert found == expected
+
+
 def test_frozen_parts_are_not_gathered_while_they_are_asleep(pair: World) -> None:
     """Seen red: memory that was freed was read."""
     for before, after in pair.run("away_cases.asleep"):

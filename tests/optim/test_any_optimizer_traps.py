@@ -341,6 +341,25 @@ def test_gradients_of_two_kinds_are_for_one_call(change: Callable[[torch.Tensor]
     assert states.offloaded_bytes > 0
 
 
+def test_momentum_that_some_only_have_yet_is_for_one_call() -> None:
+    """foreach SGD decays momentum by another kernel then, which rounds 16-bit numbers otherwise on a CPU."""
+
+    def make(g: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(g, lr=1e-2, momentum=0.9, foreach=True)
+
+    bf16 = torch.bfloat16
+    plain, (optimizer, states) = make(groups(parameters(bf16))), offloaded(make, dtype=bf16)
+    for n in range(4):
+        for each in (plain, optimizer):
+            set_gradients(all_parameters(each), n)
+            if n < 2:
+                all_parameters(each)[3].grad = None
+            each.step()
+        assert stepped_alone(optimizer)  # the next step may be made in parts again
+    assert_same(optimizer, plain)
+    assert states.offloaded_bytes > 0
+
+
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "SGD": [{"momentum": 0.9, "foreach": True}, {"momentum": 0.9, "fused": True}, {"momentum": 0.9, "nesterov": True}],
     "Adam": [{"foreach": True, "amsgrad": True}, {"fused": True}, {"foreach": False}, {"maximize": True}],

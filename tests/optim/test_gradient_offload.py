@@ -2,7 +2,8 @@
 
 Seen red: a placeholder that lets an operation through; nothing marked as lost after an interrupted backward; the
 context left armed by an exception; replaced or cleared gradients not looked for; a scaler's factor applied twice, or
-not at all, to gradients that were taken; its flag not raised; gradients of zero size taken.
+not at all, to gradients that were taken; its flag not raised; gradients of zero size taken; one that backward did not
+make (None of a custom function) looked for, or the one of before taken back for it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from networks import LATE, MIXES, OFFLOADED, Net, loss_of, make, microbatch
+from networks import LATE, MIXES, OFFLOADED, Net, loss_of, make, microbatch, tokens
 from optimizer_cases import Model, adamw, assert_equal, set_gradients, snapshot
 
 import hostward
@@ -34,6 +35,36 @@ def taken(mix: str = "host", order: Order | None = None, **options: Any) -> tupl
     with optimizer.accumulate(last=True):
         loss_of(model, 0).backward()
     return model, optimizer
+
+
+class _Cut(torch.autograd.Function):
+    """Passes its input on, and returns None in backward: what comes before it gets no gradient, but its hooks run."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("gradients", ["device", "host"])
+@pytest.mark.parametrize("cut", [{0}, {1}, {0, 1}, {1, 2}, {3}])
+@every_mix
+def test_a_custom_backward_may_return_none(mix: str, cut: set[int], gradients: str) -> None:
+    def train(mix: str, cut: set[int], *, frozen: bool, **options: Any) -> dict[str, torch.Tensor]:
+        model, optimizer = make(mix, **options)
+        for i in range(4):
+            with optimizer.accumulate(last=i % 2 == 1):
+                x = model.embed(tokens(i)) * model.scale
+                x = x.detach() if i in cut and frozen else _Cut.apply(x) if i in cut else x  # type: ignore[no-untyped-call]
+                model.head(model.norm(x)).square().mean().backward()
+            if i % 2:
+                optimizer.step()
+        return snapshot(model, optimizer)
+
+    assert_equal(train(mix, cut, frozen=False, gradients=gradients), train("device", cut, frozen=True))
 
 
 USES: dict[str, Callable[[torch.Tensor], object]] = {

@@ -206,7 +206,8 @@ def test_state_is_read_and_replaced_key_by_key() -> None:
     assert torch.equal(ours.weights, theirs.weights)
     name, optimizer = ours.names[0], ours.optimizer
     before = optimizer.state_of(name)
-    for values in ({"other": 1}, {"exp_avg": torch.zeros(3)}, {"step": -1}, {"step": 1, "master": None}):
+    steps = [{"step": -1}, {"step": 2**63}]  # one more than int64 holds
+    for values in (*steps, {"other": 1}, {"exp_avg": torch.zeros(3)}, {"step": 1, "master": None}):
         with pytest.raises(CheckpointError):
             optimizer.set_state_of(name, values)
     assert_equal(optimizer.state_of(name), before)

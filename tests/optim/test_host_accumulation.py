@@ -5,7 +5,8 @@ The reference is the same training on the device alone, with float32 accumulator
 Seen red: a range that begins its total with an addition; totals of one step that go on in the next; partial sums of the
 last microbatch alone; ranges that the last microbatch did not touch left without partial sums; a second gradient that
 overtakes one which waits for its bucket; an inbox that is not waited for; gradients refilled before their memory was
-released; slots taken in the first microbatch; what stays on the device added up in its own dtype.
+released; slots taken in the first microbatch; what stays on the device added up in its own dtype; tied weights in the
+dtype of their parameters on the host; `zero_grad` that leaves zeros on the device alone.
 """
 
 from __future__ import annotations
@@ -132,6 +133,29 @@ def test_h38_checkpointed_layers(reentrant: bool) -> None:
     agrees(backward)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shared", ["weight", "layer"])
+@every_mix
+def test_what_several_places_contribute_is_added_up_alike(mix: str, shared: str, dtype: torch.dtype) -> None:
+    """Tied weights, and a layer in two places: autograd adds up their gradients in the dtype of `.grad`."""
+
+    def run(mix: str, **options: Any) -> dict[str, torch.Tensor]:
+        model = Net(dtype)
+        if shared == "weight":
+            model.blocks[2].up.weight = model.blocks[0].up.weight
+        else:
+            model.blocks[2] = model.blocks[0]
+        optimizer = adamw(model, max_grad_norm=0.5, **MIXES[mix], **options)
+        for i in range(4):
+            with optimizer.accumulate(last=i % 2 == 1):
+                loss_of(model, i).backward()
+            if i % 2:
+                optimizer.step()
+        return snapshot(model, optimizer) | {"norm": torch.tensor(optimizer.grad_norm)}
+
+    assert_equal(run(mix, gradients="host"), run("device", grad_dtype=torch.float32))
+
+
 def test_a_layer_used_twice_under_reentrant_checkpoints() -> None:
     """Its gradient is accumulated twice within one backward."""
 
@@ -243,6 +267,23 @@ def test_totals_and_what_lands_before_them_are_all_that_is_held() -> None:
     padded = sum(b.offsets[-1] for b in optimizer.inventory.buckets)
     assert held == 4 * padded + LANDING_BUFFERS * 4 * largest
     assert optimizer.backend.ledger.by_owner(Tier.HOST)["norm partials"] > 0
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_parameter_without_a_new_gradient_is_stepped_nowhere(set_to_none: bool) -> None:
+    """`zero_grad(set_to_none=False)` would leave a zero to step with in `.grad`, and nothing on the host."""
+
+    def run(mix: str) -> dict[str, torch.Tensor]:
+        model, optimizer = make(mix, torch.bfloat16, gradients="host")
+        for i in range(3):
+            loss_of(model, i, without=1 if i else None).backward()
+            if i:
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+        return snapshot(model, optimizer)
+
+    for mix in OFFLOADED:
+        assert_equal(run(mix), run("device"))
 
 
 def test_what_stays_on_the_device_is_added_up_in_float32() -> None:

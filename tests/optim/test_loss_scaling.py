@@ -1,14 +1,15 @@
 """A gradient scaler and gradients that were taken: it cannot look at them, so the norm does, with the same outcome.
 
 Seen red: the factor applied twice, or not at all; the scaler's flag not raised by an overflow that the norm found; its
-look at gradients forgotten with the step, or kept for the next one.
+look at gradients forgotten with the step, or kept for the next one; the verdict of a step cleared by the next one,
+which has no gradients, before all of it was skipped.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
-from networks import MIXES, loss_of, make, microbatch
+from networks import LATEST, MIXES, loss_of, make, microbatch
 from optimizer_cases import assert_equal, snapshot
 
 from hostward.errors import ModelError
@@ -100,3 +101,19 @@ def test_a_scaler_that_looks_at_one_stage_alone_is_refused(taken: bool) -> None:
     require_one_scale(optimizer, stages)
     with pytest.raises(ModelError, match="of one stage of a pipeline alone"):  # the next step is another look
         require_one_scale(optimizer, stages)
+
+
+@pytest.mark.parametrize("fence", [True, False])
+@every_mix
+def test_a_step_without_gradients_waits_for_the_one_before_which_is_skipped(mix: str, fence: bool) -> None:
+    model, optimizer = make(mix, order=LATEST, fence=fence)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    before = snapshot(model, optimizer)
+    with optimizer.accumulate(last=True):
+        (loss_of(model, 1) * float("inf")).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()
+    assert (optimizer.grad_norm, optimizer.last_step_skipped) == (0.0, False)
+    assert_equal(snapshot(model, optimizer), before)

@@ -1,7 +1,9 @@
 """Sleep: device memory goes to the host and comes back, and training goes on with the bits of a run that never slept.
 
 Seen red: with each wait of the two copies left out (below), with addresses of before, with masters taken anew from
-weights that merely lie elsewhere, with `.grad` that is not put back, with staging buffers that count as filled.
+weights that merely lie elsewhere, with `.grad` that is not put back, with staging buffers that count as filled, with
+backward refused at the first stand-in alone, with weights compared after their memory was retired, with FP8 moments
+that numpy had read in place.
 """
 
 from __future__ import annotations
@@ -337,6 +339,71 @@ def _one_step() -> dict[str, torch.Tensor]:
     loss_of(model, 0).backward()
     optimizer.step()
     return snapshot(model, optimizer)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_backward_is_refused_before_it_adds_to_any_gradient(overlap: bool) -> None:
+    """Also where there is no gradient that could be asleep, or the one that backward makes first has stayed."""
+
+    def trained(*, asleep: bool) -> dict[str, torch.Tensor]:
+        model, optimizer = make("mixed", torch.float32, overlap=overlap)
+        for step in range(3):
+            held = None
+            if step:
+                loss_of(model, 10 + step).backward()
+                held = model.head.bias.grad if step == 2 else None
+                if step == 1:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            view = None if held is None else held[1:]
+            if asleep:
+                optimizer.sleep(("gradients",))
+                with pytest.raises(AsleepError, match=r"optimizer\.wake\(\)"):
+                    loss_of(model, step).backward()
+                optimizer.wake()
+            del view
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return snapshot(model, optimizer)
+
+    assert_equal(trained(asleep=True), trained(asleep=False))
+
+
+@pytest.mark.parametrize("mix", ["device", "mixed"])
+def test_fp8_moments_sleep_after_they_were_read(mix: str) -> None:
+    model, optimizer = make(mix, BF16, state_dtypes={"exp_avg": torch.uint8, "exp_avg_sq": torch.uint8})
+    loss_of(model, 0).backward()
+    optimizer.step()
+    before = snapshot(model, optimizer)
+    assert optimizer.sleep(("state",)).stays == ()
+    optimizer.wake()
+    assert_equal(snapshot(model, optimizer), before)
+
+
+def test_state_that_numpy_shares_stays_and_is_named() -> None:
+    model, optimizer = make("device", torch.float32)
+    buffer = optimizer._states[0].exp_avg
+    shared = buffer.data.numpy()
+    stays = {stays.name: stays.why for stays in optimizer.sleep().stays}
+    assert "numpy" in stays[buffer.owner]
+    assert (shared == 0).all()
+    optimizer.wake()
+    loss_of(model, 0).backward()
+    optimizer.step()
+    assert_equal(snapshot(model, optimizer), _one_step())
+
+
+def test_weights_known_by_their_bits_keep_their_main_weights() -> None:
+    """They were read by their addresses, so nothing else tells whether they were written."""
+    model, optimizer = make("device", BF16)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    addresses = [p.data_ptr() for p in model.parameters()]
+    before = snapshot(model, optimizer)
+    nap(optimizer)
+    assert_equal(snapshot(model, optimizer), before)
+    assert addresses
 
 
 def test_the_model_generates_while_state_and_gradients_are_asleep() -> None:

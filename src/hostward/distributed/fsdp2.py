@@ -481,6 +481,12 @@ class Groups:
                 p._init_extensions()
             found._reset_sharded_params = True
 
+    def settle_all(self) -> None:
+        """Settle all groups that are sharded now, before their parts lose their memory."""
+        for number in range(len(self._groups)):
+            if self.is_divided(number):
+                self.settle(number)
+
     def serve(self, keeper: Keeper) -> None:
         """Report to a keeper, held weakly, when parts are needed and when not, until `close`."""
         this = weakref.ref(keeper)

@@ -172,6 +172,10 @@ class ParamRegistry:
         paths = self._paths.get(id(parameter))
         return paths[0] if paths else None
 
+    def is_tied(self, parameter: torch.Tensor) -> bool:
+        """Return whether the module has the parameter in several places, as tied weights and shared layers are."""
+        return len(self._paths.get(id(parameter), ())) > 1
+
     def by_use(self, tracked: Sequence[ParamRecord]) -> list[ParamRecord]:
         """Sort parameters by their first use in forward, which is taken to be the order of their modules.
 

@@ -633,7 +633,8 @@ class AdamW(torch.optim.Optimizer):
                 fix="run a backward pass between two steps, or make the optimizer with overlap=False",
             )
         else:
-            # grad_norm and last_step_skipped describe this step, not the one before.
+            # grad_norm and last_step_skipped describe this step, not the one before, which may still read its own.
+            self.wait()
             self._memory.device_scalars.norm.data.zero_()
             self._memory.device_scalars.skip.data.zero_()
 
@@ -1115,10 +1116,15 @@ class AdamW(torch.optim.Optimizer):
 
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, including offloaded ones."""
+        """Clear all gradients, including offloaded ones.
+
+        Args:
+            set_to_none: False: what is in `.grad` becomes zero, and what is offloaded None. With `gradients="host"`
+                all become None, whatever is said, so that a parameter without a new gradient is stepped nowhere.
+        """
         self.discard_gradients()
         with without_functions():
-            super().zero_grad(set_to_none)
+            super().zero_grad(set_to_none or self._sums_on_host)
 
     def replayed(self) -> None:
         """Report that a CUDA graph has written the gradients in `.grad`.
@@ -1174,6 +1180,8 @@ class AdamW(torch.optim.Optimizer):
             self._follow_weights()
         elif self._places.sharding is not None:
             self._places.sharding.reshard()
+        if self._places.sharding is not None and not self._sleeper.asleep.kinds & Kinds.WEIGHTS:
+            self._places.sharding.settle_all()
         report = self._sleeper.sleep(parts, wanted, budget)
         log.info("%s", report.explain())
         return report

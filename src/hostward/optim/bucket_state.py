@@ -286,8 +286,9 @@ def fp8_values(codes: torch.Tensor, scales: torch.Tensor, role: str, first: int 
         role: "exp_avg" or "exp_avg_sq".
     """
     whole = np.zeros(len(scales) * (FP8_BLOCK + 1), dtype=np.uint8)
-    whole[first : first + len(codes)] = codes.cpu().numpy()
-    whole[len(scales) * FP8_BLOCK :] = scales.cpu().numpy()
+    # Copied by torch: a tensor that numpy shares could never give its memory back, as `AdamW.sleep` does.
+    torch.from_numpy(whole)[first : first + len(codes)].copy_(codes)
+    torch.from_numpy(whole)[len(scales) * FP8_BLOCK :].copy_(scales)
     values = reference.float_of_fp8(whole, signed=role == "exp_avg")[first : first + len(codes)]
     return torch.from_numpy(values).to(torch.bfloat16)
 

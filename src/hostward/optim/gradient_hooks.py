@@ -84,6 +84,9 @@ class Borrowed(Enum):
 class Taker(Protocol):
     """Receives gradients that are offloaded from `.grad`."""
 
+    def require_awake(self, name: str) -> None:
+        """Check a parameter of which backward is about to make a gradient. Raises AsleepError while gradients sleep."""
+
     def require_used(self, name: str) -> None:
         """Check a parameter of which backward has made a gradient. Raises OrderingError where its new value was not
         waited for.
@@ -180,6 +183,7 @@ class GradientHooks:
     def before(self, name: str) -> None:
         """Prepare the parameter's `.grad` for autograd, which is about to add to it."""
         t = self._by_name[name]
+        self._taker.require_awake(name)
         if name in self.tied.names:
             self.tied.before(t)
         moved = t.parameter.grad
@@ -195,8 +199,6 @@ class GradientHooks:
             return
         if moved.fate.now is Where.LOST:
             raise_lost(t.name)
-        if moved.fate.now is Where.ASLEEP:
-            raise moved.error("backward")
         if moved.fate.now is Where.TAKEN and t.name in self.summed:
             self._taker.flush(t.name)
             t.parameter.grad = None
@@ -225,7 +227,8 @@ class GradientHooks:
         self._taker.require_used(t.name)
         if self._leave is not None:
             self._leave(name)
-        if self.captured or not t.parameter.numel():
+        none = t.parameter.grad is None or isinstance(t.parameter.grad, OffloadedGrad)
+        if self.captured or none or not t.parameter.numel():  # a custom backward may return None
             return
         taken_now = self.armed and not self.reduced_later and name not in self.tied.names
         if taken_now or name in self.summed:
@@ -426,9 +429,9 @@ class _Before:
         self._name = name
 
     @_disable_dynamo
-    def __call__(self, _: torch.Tensor) -> None:
+    def __call__(self, gradient: torch.Tensor | None) -> None:
         grad_hooks = self._grad_hooks()
-        if grad_hooks is not None:
+        if grad_hooks is not None and gradient is not None:
             with without_functions():
                 grad_hooks.before(self._name)
 

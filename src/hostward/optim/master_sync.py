@@ -361,6 +361,13 @@ class Structure:
                 why="fully_shard replaces parameters: the new ones get gradients that nobody steps",
                 fix="call fully_shard first, and hostward.AdamW(model, ...) then",
             )
+        if mine.sharded and local_of(found) is found:
+            return ModelError(
+                f"parameter {path!r} is unsharded: a forward or backward of FSDP2 has begun and not ended",
+                why="a step would not reach the weights that FSDP2 has gathered",
+                fix="call it after the pass; if an exception has ended that, make model and optimizer anew and load a "
+                "checkpoint: torch's reset_iter_state() keeps gradients that were not reduced yet",
+            )
         whole = all(owner._parameters.get(attribute) is mine.parameter for owner, attribute in mine.homes)
         return ModelError(
             f"parameter {path!r} was replaced by another Parameter object"

@@ -51,17 +51,29 @@ def accumulate_in(
     """Accumulate gradients in `dtype` in `.grad`, except those of the buckets `summed`.
 
     The host accumulates those in float32 as they are offloaded: they keep the dtype of their parameters, which is fewer
-    bytes and the same values.
+    bytes and the same values. Not so where a parameter is used in several places: autograd adds up what they
+    contribute, in the dtype of `.grad`, so buckets with such a parameter are accumulated and offloaded in `dtype`.
     """
     of = {t.name: t.parameter for t in tracked}
     buckets = [{id(of[r.name]) for r in states[b].bucket.ranges} for b in summed]
     if places.sharding is not None:
         places.sharding.accumulate_in(dtype, _left_as_they_are(places.sharding, buckets))
         return
-    besides = set().union(*buckets)
+    besides = _used_once(buckets, {id(t.parameter) for t in tracked if places.is_tied(t.parameter)})
     for t in tracked:
         if id(t.parameter) not in besides:
             t.parameter.grad_dtype = dtype
+
+
+def _used_once(buckets: Sequence[Set[int]], tied: Set[int]) -> set[int]:
+    """Return the parameters of these buckets, without those of buckets with a tied one, and of buckets with one of
+    these: a bucket's gradients are offloaded in one dtype.
+    """
+    wide, kept = set(tied), list(buckets)
+    while any(not bucket.isdisjoint(wide) for bucket in kept):
+        wide = wide.union(*(bucket for bucket in kept if not bucket.isdisjoint(wide)))
+        kept = [bucket for bucket in kept if bucket.isdisjoint(wide)]
+    return set().union(*kept)
 
 
 def _left_as_they_are(sharding: fsdp2.Groups, buckets: Sequence[Set[int]]) -> Set[int]:

@@ -205,10 +205,11 @@ class Sleeper:
             chosen = _within(found, budget, stays)
             kinds = functools.reduce(operator.or_, (memory.kind for memory in chosen))
         pinned_before = 0 if self._arena is None else self._arena.slab_bytes
-        self._copy_out(backend, chosen)
         anew = kinds & ~self.asleep.kinds
-        if Kinds.WEIGHTS in anew:
-            self._known = parts.watch.known()
+        # Before the copies: what is retired afterwards holds arbitrary bytes, and weights may be known by theirs.
+        known = parts.watch.known() if Kinds.WEIGHTS in anew else self._known
+        self._copy_out(backend, chosen)
+        self._known = known
         self._moved += chosen
         self.asleep.kinds |= kinds  # the host has the bytes: from here on waking is right, wherever this is interrupted
         if Kinds.WEIGHTS in anew:
@@ -405,13 +406,13 @@ class _Refusal:
 
 
 def state_memory(parts: Parts) -> Iterator[tuple[Memory, Why | None]]:
-    """Yield the storages of state on the device: that of device buckets, and step counts of streamed ones."""
+    """Yield the storages of state on the device, and why they stay: of device buckets, step counts of streamed ones."""
     seen: set[int] = set()
     for buffer in (buffer for state in parts.states for buffer in state.buffers()):
         storage = buffer.data.untyped_storage()
         if buffer.tier is Tier.DEVICE and storage.nbytes() and storage._cdata not in seen:
             seen.add(storage._cdata)
-            yield Memory(Kinds.STATE, buffer.owner, storage, buffer.owner), None
+            yield Memory(Kinds.STATE, buffer.owner, storage, buffer.owner), None if storage.resizable() else Why.FIXED
 
 
 def gradient_memory(parts: Parts) -> Iterator[tuple[Memory, Why | None]]:

@@ -260,6 +260,11 @@ class StepExecutor:
                 fix="load the last checkpoint into model and optimizer (load_state_dict makes the optimizer whole)",
             )
 
+    def require_awake(self, name: str) -> None:
+        """Check a parameter of which backward is about to make a gradient. Raises AsleepError while gradients sleep."""
+        if self.asleep.kinds is not AWAKE:
+            self.asleep.require(Kinds.GRADIENTS, f"backward makes a gradient of {name!r}")
+
     def require_used(self, name: str) -> None:
         """Check a parameter of which backward has made a gradient. Raises OrderingError if forward never reported its
         use.

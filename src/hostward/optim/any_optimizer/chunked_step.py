@@ -23,7 +23,7 @@ from hostward.optim.any_optimizer.combined import CombinedOptimizer
 from hostward.optim.any_optimizer.host_state import Chunk, cut
 from hostward.optim.any_optimizer.own_step import check_step, narrowed, step_hooks
 from hostward.optim.any_optimizer.staging import AwayState
-from hostward.optim.any_optimizer.state_entry import Entry, version_of
+from hostward.optim.any_optimizer.state_entry import Entry, at_rest, version_of
 
 
 @dataclass(slots=True)
@@ -253,8 +253,8 @@ def stepped_alone(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
     """Return the parameters for which separate calls for some each are bitwise identical to one call for all.
 
     torch's own steps treat each parameter alone, but choose between kernels by all that a call is given: gradients of
-    which some only are sparse, or have other strides than their parameters, need one call. So do all parameters of
-    steps of other packages.
+    which some only are sparse, or have other strides than their parameters, need one call, and so does a momentum of
+    SGD that some only have yet. So do all parameters of steps of other packages.
     """
     if isinstance(optimizer, CombinedOptimizer):
         return set().union(*map(stepped_alone, optimizer.optimizers))
@@ -270,7 +270,20 @@ def stepped_alone(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
                 return set()
         elif not all(p.stride() == g.stride() and p.dtype is g.dtype and _is_dense(p) for p, g in gradients):
             return set()
+        if isinstance(optimizer, torch.optim.SGD) and _begins_for_some(optimizer, group):
+            return set()
     return set(parameters)
+
+
+def _begins_for_some(optimizer: torch.optim.SGD, group: dict[str, Any]) -> bool:
+    """Return whether SGD with foreach=True decays 16-bit momentum on a CPU by the kernel for a call in which some have
+    none yet: it rounds otherwise.
+    """
+    stepped = [p for p in group["params"] if p.grad is not None]
+    if not (group["foreach"] and group["momentum"] and stepped and stepped[0].is_cpu):
+        return False
+    has = {at_rest(optimizer.state.get(p, {})).get("momentum_buffer") is not None for p in stepped}
+    return len(has) == 2 and any(p.element_size() == 2 for p in stepped)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
