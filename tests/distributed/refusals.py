@@ -46,6 +46,15 @@ def _sharded_afterwards() -> None:
     optimizer.step()
 
 
+def _sharded_moments_rounded_to_fp8() -> None:
+    model: Any = sharded()
+    optimizer = adamw(model)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    hostward.convert.rounded(optimizer.state_dict(), {"exp_avg": torch.bfloat16})
+    hostward.convert.rounded(optimizer.state_dict(), {"exp_avg": torch.uint8})
+
+
 def _asleep_after_an_error_in_backward() -> None:
     def fail(_: torch.Tensor) -> None:
         raise RuntimeError("in backward")

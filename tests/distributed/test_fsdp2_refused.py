@@ -14,6 +14,7 @@ from hostward.errors import ModelError
 REFUSED = {
     "both_offload": "ConfigError: FSDP2's CPUOffloadPolicy together with hostward.AdamW",
     "sharded_afterwards": "ModelError: parameter 'scale' was sharded after the optimizer was made",
+    "sharded_moments_rounded_to_fp8": "CheckpointError: exp_avg of 'embed.weight' is sharded",
     "asleep_after_an_error_in_backward": "ModelError: parameter 'scale' is unsharded: a forward or backward of FSDP2",
     "half_sharded": "ModelError: parameter 'scale' is not sharded by FSDP2",
     "without_the_module": "ModelError: parameter 'scale' is a DTensor of no known FSDP2 module",

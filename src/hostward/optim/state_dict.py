@@ -279,13 +279,21 @@ def would_round(saved: torch.dtype, wanted: torch.dtype) -> bool:
     return saved is torch.float32 and wanted is torch.bfloat16
 
 
+def _on_purpose(form: str) -> str:
+    """Say how to take this loss, a form of `hostward checkpoint convert`."""
+    return (
+        f"or take the loss: hostward.convert.rounded(state, state_dtypes), or of a checkpoint of hostward train "
+        f"hostward checkpoint convert FOLDER OUT --to {form}"
+    )
+
+
 def rounds(what: str) -> CheckpointError:
     """Return the error for fp32 moments that this optimizer would store in bf16."""
     return CheckpointError(
         f"{what} is float32 in the saved state, and this optimizer stores it in bfloat16",
         why="16 of its 32 bits would be lost, and training would not go on as it was",
-        fix="leave state_dtypes out (in a run: optimizer.exp_avg_dtype and optimizer.exp_avg_sq_dtype); or round it on "
-        "purpose: hostward checkpoint convert FOLDER OUT --to bf16-moments",
+        fix="leave state_dtypes out (in a run: optimizer.exp_avg_dtype and optimizer.exp_avg_sq_dtype); "
+        + _on_purpose("bf16-moments"),
     )
 
 
@@ -294,8 +302,8 @@ def rounds_to_fp8(what: str) -> CheckpointError:
     return CheckpointError(
         f"{what} in the saved state has values that FP8 does not hold, in which this optimizer stores it",
         why="of each but 3 bits of mantissa would be lost, or it was stored in FP8 in other blocks",
-        fix="leave state_dtypes out (in a run: optimizer.exp_avg_dtype and optimizer.exp_avg_sq_dtype); or round it on "
-        "purpose: hostward checkpoint convert FOLDER OUT --to fp8-moments",
+        fix="leave state_dtypes out (in a run: optimizer.exp_avg_dtype and optimizer.exp_avg_sq_dtype); "
+        + _on_purpose("fp8-moments"),
     )
 
 
@@ -304,8 +312,8 @@ def drops_masters(what: str) -> CheckpointError:
     return CheckpointError(
         f"{what} is the fp32 main weight in the saved state, and this optimizer keeps main weights in bfloat16",
         why="the low 16 of its 32 bits would be lost, and training would not go on as it was",
-        fix="leave main_param out of state_dtypes (in a run: optimizer.main_params_dtype); or drop them on purpose: "
-        "hostward checkpoint convert FOLDER OUT --to bf16-main-params",
+        fix="leave main_param out of state_dtypes (in a run: optimizer.main_params_dtype); "
+        + _on_purpose("bf16-main-params"),
     )
 
 
@@ -506,19 +514,28 @@ def saved_dtypes(form: StateFormat) -> dict[str, Any]:
     return said
 
 
+def saved_form(state_dict: Mapping[str, Any]) -> StateFormat:
+    """Return the format that a saved state says it has, fp32 where it says nothing. Raises CheckpointError."""
+    dtypes = _said_dtypes(state_dict)
+    try:
+        first, second, main = (Dtype(dtypes.get(name, Dtype.FP32)) for name in (*MOMENTS, MAIN_PARAM))
+        return StateFormat(first, second, main)
+    except (ValueError, ConfigError) as error:
+        raise CheckpointError(f"a saved state has parts of dtypes {dtypes}", why=str(error)) from error
+
+
+def _said_dtypes(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    said = state_dict.get("moments", {})
+    return {**(said if isinstance(said, Mapping) else {}), MAIN_PARAM: state_dict.get(MAIN_PARAM, Dtype.FP32)}
+
+
 def checked_dtypes(state_dict: Mapping[str, Any], form: StateFormat) -> StateFormat:
     """Return the format that a saved state says it has, fp32 where it says nothing.
 
     Raises:
         CheckpointError: parts were saved in fp32 that are stored in bf16 here; or it says what is no dtype.
     """
-    said = state_dict.get("moments", {})
-    dtypes = {**(said if isinstance(said, Mapping) else {}), MAIN_PARAM: state_dict.get(MAIN_PARAM, Dtype.FP32)}
-    try:
-        first, second, main = (Dtype(dtypes.get(name, Dtype.FP32)) for name in (*MOMENTS, MAIN_PARAM))
-        saved = StateFormat(first, second, main)
-    except (ValueError, ConfigError) as error:
-        raise CheckpointError(f"a saved state has parts of dtypes {dtypes}", why=str(error)) from error
+    saved, dtypes = saved_form(state_dict), _said_dtypes(state_dict)
     for role, dtype in form.moments.items():
         if role in dtypes and dtypes[role] == Dtype.FP32 and dtype is not Dtype.FP32:
             raise rounds(role) if dtype is Dtype.BF16 else rounds_to_fp8(role)

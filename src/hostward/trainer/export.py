@@ -17,13 +17,12 @@ import torch
 
 from hostward.checkpoint import api, files
 from hostward.checkpoint.manifest import MANIFEST
+from hostward.checkpoint.rounding import rounded_moment
 from hostward.checkpoint.state_dict import MODEL, OPTIMIZER, is_master, is_moment
 from hostward.checkpoint.torch_adamw import to_torch_adamw
 from hostward.config.schema import from_dict
-from hostward.core.inventory import Dtype, StateFormat
 from hostward.core.units import GIB
 from hostward.errors import CheckpointError, ConfigError
-from hostward.optim.bucket_state import fp8_stored, fp8_values
 from hostward.optim.state_dict import saved_dtypes
 from hostward.report.schema import REPORT_FILE, read_report
 from hostward.trainer.plan_request import state_format
@@ -266,7 +265,9 @@ def _rounded(path: Path, out: Path, plain: dict[str, Any], form: str) -> None:
     if "main_params_dtype" in options:
         tensors = {name: tensor for name, tensor in tensors.items() if not is_master(name)}
     else:
-        tensors = {n: _short(t, n.rsplit("/", 1)[-1], stored) if is_moment(n) else t for n, t in tensors.items()}
+        tensors = {
+            n: rounded_moment(t, n.rsplit("/", 1)[-1], stored) if is_moment(n) else t for n, t in tensors.items()
+        }
     plain["config"]["optimizer"] |= options
     plain["optimizer"] |= saved_dtypes(stored)
     try:
@@ -276,16 +277,6 @@ def _rounded(path: Path, out: Path, plain: dict[str, Any], form: str) -> None:
         while behind is not None and not isinstance(behind, OSError):
             behind = behind.__cause__ or behind.__context__
         raise behind or error from error  # of a write that fails: the caller names the folder that was asked for
-
-
-def _short(moment: torch.Tensor, role: str, form: StateFormat) -> torch.Tensor:
-    """Return a moment rounded to bf16, or to FP8 where that is its format, to nearest, in bfloat16."""
-    if form.of(moment.dim()).moments[role] is not Dtype.FP8:
-        return moment.to(torch.bfloat16)
-    stored = fp8_stored(moment.reshape(-1), role, nearest=True)
-    if stored is None:
-        raise ValueError("what is rounded is always stored")
-    return fp8_values(*stored, role).view(moment.shape)
 
 
 @contextmanager
