@@ -1,12 +1,17 @@
 """A loop of accelerate trains as with torch's own AdamW, and to the same bits at every fraction.
 
 Seen red: backward left as it was; every microbatch taken for the last; no limit set for the step; a skipped step not
-told; a flag of the scaler that is written after the step; torch's state taken for hostward's.
+told; a flag of the scaler that is written after the step; torch's state taken for hostward's; sums of a window that
+goes on not clipped; an optimizer kept by the accelerator after `free_memory`; a norm without a format.
 """
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
 import runpy
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -131,6 +136,62 @@ def test_gradients_leave_in_the_last_backward_of_a_window(accelerator_of: Callab
     assert kinds == [{"Tensor"}, {"OffloadedGrad"}]
 
 
+def test_clipping_after_each_microbatch_clips_as_accelerate_does(accelerator_of: Callable[..., Any]) -> None:
+    """Without `if accelerator.sync_gradients`: the incomplete sum is clipped, and then the complete one."""
+    found = []
+    for where in ({}, {"offload_fraction": 0.0}, {"offload_fraction": 1.0}):
+        loop = Loop(accelerator_of(gradient_accumulation_steps=2), **where)
+        for batch in loop.loader:
+            with loop.accelerator.accumulate(loop.model):
+                loop.accelerator.backward(mlp_loss(loop.model, int(batch)) * 100)
+                norm = loop.accelerator.clip_grad_norm_(loop.model.parameters(), 0.1)
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
+            loop.norms.append(norm.item())
+        found.append(loop)
+    theirs, *ours = found
+    for loop in ours:
+        torch.testing.assert_close(loop.norms, theirs.norms, rtol=1e-5, atol=0)
+        torch.testing.assert_close(loop.weights(), theirs.weights())
+    assert_equal(ours[0].weights(), ours[1].weights())
+    loop = Loop(accelerator_of(gradient_accumulation_steps=2), offload_fraction=1.0, gradients="host")
+    with loop.accelerator.accumulate(loop.model):
+        loop.accelerator.backward(mlp_loss(loop.model, 0))
+        with pytest.raises(ConfigError, match=r"after each microbatch(.|\n)*if accelerator\.sync_gradients"):
+            loop.accelerator.clip_grad_norm_(loop.model.parameters(), 0.1)
+
+
+def test_the_norm_is_printed_copied_and_saved_as_a_number(accelerator_of: Callable[..., Any]) -> None:
+    loop = Loop(accelerator_of(), offload_fraction=1.0)
+    loop.accelerator.backward(mlp_loss(loop.model, 0))
+    norm = loop.accelerator.clip_grad_norm_(loop.model.parameters(), 0.1)
+    assert f"{norm}" == "StepNorm(not yet)"
+    for use in (lambda: f"{norm:.2f}", lambda: copy.deepcopy(norm), lambda: pickle.dumps(norm)):
+        with pytest.raises(ModelError, match=r"read before optimizer\.step"):
+            use()
+    loop.optimizer.step()
+    assert (f"{norm:.3f}", f"{norm}") == (f"{norm.item():.3f}", f"{norm.item()}")
+    for copied in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
+        assert type(copied) is torch.Tensor
+        assert copied.item() == norm.item()
+
+
+def test_memory_is_returned_when_the_accelerator_frees_it(accelerator_of: Callable[..., Any]) -> None:
+    accelerator = accelerator_of()
+    loop = Loop(accelerator, offload_fraction=1.0)
+    loop.epoch()
+    made, model = weakref.ref(loop.optimizer.optimizer), weakref.ref(loop.plain)
+    accelerator.free_memory()
+    loop.epoch()  # what the program still holds goes on
+    del loop
+    accelerator.free_memory()
+    gc.collect()
+    assert (made(), model()) == (None, None)
+    with pytest.raises(ModelError, match="no offloaded optimizer"):
+        accelerator.backward(torch.ones(()))
+    Loop(accelerator, offload_fraction=1.0).epoch()
+
+
 def test_a_scaler_skips_step_and_schedule_as_with_torch(accelerator_of: Callable[..., Any]) -> None:
     """The first step overflows, where a scaler begins with a scale that is too large."""
     found = []
@@ -206,11 +267,21 @@ def test_what_a_step_cannot_do_is_refused(accelerator_of: Callable[..., Any]) ->
     for told, ask in {
         "norm_type=1": lambda: accelerator.clip_grad_norm_(parameters, 1.0, norm_type=1),
         "max_norm=0": lambda: accelerator.clip_grad_norm_(parameters, 0),
-        "other parameters": lambda: accelerator.clip_grad_norm_(parameters[:-1], 1.0),
+        "of a part of": lambda: accelerator.clip_grad_norm_(parameters[:-1], 1.0),
         "clip_grad_value_": lambda: accelerator.clip_grad_value_(parameters, 1.0),
     }.items():
         with pytest.raises(ConfigError, match=told):
             ask()
+    other = torch.ones(2, requires_grad=True)
+    other.sum().backward()
+    with pytest.raises(ConfigError, match=r"optimizer does not have\n(.|\n)*one accelerator for each optimizer"):
+        accelerator.clip_grad_norm_([*parameters, other], 1.0)
+    loop.plain.late = torch.nn.Parameter(torch.ones(2))
+    loop.plain.late.sum().backward()
+    with pytest.raises(
+        ConfigError, match=r"does not have: 'late'\n(.|\n)*requires_grad_\(False\)(.|\n)*add_param_group"
+    ):
+        accelerator.clip_grad_norm_(loop.plain.parameters(), 1.0)
 
 
 # ---------------------------------------------------------------- DeepSpeed's dictionaries

@@ -10,7 +10,9 @@ their device, sharded, cast. Until then a `torch.optim.AdamW` that is never step
 
 from __future__ import annotations
 
+import copy
 import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
@@ -22,6 +24,7 @@ from hostward.config.schema import nearest
 from hostward.core.inventory import MAIN_PARAM, Dtype
 from hostward.errors import CheckpointError, ConfigError, ModelError, UnknownNameError, needed_for
 from hostward.optim.adamw import OPTIONS, AdamW
+from hostward.optim.offloaded_grad import OffloadedGrad
 from hostward.optim.param_groups import check_variants
 from hostward.optim.placement import planned
 
@@ -75,8 +78,8 @@ def offload(
     hooks = _Hooks.on(accelerator)
     if hooks.optimizer is not None:
         hooks.optimizer.close()
-    hooks.optimizer = OffloadedOptimizer(accelerator, optimizer, model, options)
-    return hooks.optimizer
+    hooks.optimizer = made = OffloadedOptimizer(accelerator, optimizer, model, options)
+    return made
 
 
 def require_options(function: str, options: Iterable[str]) -> None:
@@ -204,6 +207,11 @@ class OffloadedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             self.attachment.detach()
             self.attachment = None
 
+    def abandon(self) -> None:
+        """Drop the gradients of a step that failed, without which nothing can be detached."""
+        if isinstance(self.optimizer, AdamW):
+            self.optimizer.zero_grad()
+
     def close(self) -> None:
         """Let the optimizer and its memory go; it cannot step any more."""
         self.detach()
@@ -230,18 +238,31 @@ class OffloadedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             raise ConfigError(f"clip_grad_norm_ with norm_type={norm_type}", fix="norm_type=2, the norm of the step")
         if math.isnan(max_norm) or max_norm <= 0:
             raise ConfigError(f"clip_grad_norm_ with max_norm={max_norm}", fix="a number above 0; inf does not clip")
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        others = [p for p in given if id(p) not in own and p.grad is not None]
-        if others or not own <= {id(p) for p in given}:
-            raise ConfigError(
-                "clip_grad_norm_ of other parameters than those of the optimizer",
-                why="the step clips by the norm over all of its gradients",
-                fix="accelerator.clip_grad_norm_(model.parameters(), max_norm)",
-            )
+        self._require_own(optimizer, _listed(parameters))
         optimizer.max_grad_norm = 0.0 if math.isinf(max_norm) else float(max_norm)
         self._norm = StepNorm(optimizer.backend.device)
         return self._norm
+
+    def _require_own(self, optimizer: AdamW, given: list[torch.Tensor]) -> None:
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        others = {id(p) for p in given if id(p) not in own and p.grad is not None}
+        if others:
+            names = [repr(name) for name, p in self._model.named_parameters() if id(p) in others]
+            shown = ", ".join(names[:2] + ["..."] * (len(names) > 2))
+            raise ConfigError(
+                f"clip_grad_norm_ of parameters that the optimizer does not have{': ' if names else ''}{shown}",
+                why="they have gradients, which would count in the norm, and the step clips by the norm of its own",
+                fix="requires_grad_(False) for what is not trained; give the optimizer what is trained later on at the "
+                "start, or by add_param_group()"
+                if names
+                else "one accelerator for each optimizer, or clip the parameters of the offloaded one alone",
+            )
+        if not own <= {id(p) for p in given}:
+            raise ConfigError(
+                "clip_grad_norm_ of a part of the optimizer's parameters",
+                why="the step clips by the norm over all of its gradients",
+                fix="one accelerator.clip_grad_norm_(model.parameters(), max_norm) for each step",
+            )
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Step as accelerate's wrapper does: only where gradients are complete, and through its scaler if it has one.
@@ -356,6 +377,15 @@ class StepNorm(torch.Tensor):
     def tolist(self) -> Any:
         return self.known().tolist()
 
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return copy.deepcopy(self.known(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.known().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __format__(self, spec: str) -> str:
+        return repr(self) if self.value is None and not spec else format(self.known().item(), spec)
+
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"StepNorm({'not yet' if self.value is None else self.value.item()})"
 
@@ -367,13 +397,27 @@ def _known(value: Any) -> Any:
     return value.known() if isinstance(value, StepNorm) else value
 
 
+def _listed(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+
+
 class _Hooks:
     """Replaces methods of one accelerator, so that they reach its offloaded optimizer."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._prepare, self._backward = accelerator.prepare, accelerator.backward
-        self.optimizer: OffloadedOptimizer | None = None
+        self._clip_grad_norm_ = accelerator.clip_grad_norm_
+        self._optimizer: weakref.ref[OffloadedOptimizer] | None = None
+
+    @property
+    def optimizer(self) -> OffloadedOptimizer | None:
+        """Return the optimizer that is followed. It is not kept alive, so that `free_memory` returns its memory."""
+        return None if self._optimizer is None else self._optimizer()
+
+    @optimizer.setter
+    def optimizer(self, optimizer: OffloadedOptimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
 
     @classmethod
     def on(cls, accelerator: Accelerator) -> _Hooks:
@@ -389,12 +433,13 @@ class _Hooks:
     def prepare(self, *args: Any, **options: Any) -> Any:
         """Prepare as accelerate does, and then start the offloaded optimizer if it is among `args`."""
         prepared = self._prepare(*args, **options)
-        if self.optimizer is not None and any(given is self.optimizer for given in args):
-            if not any(p is self.optimizer for p in (prepared if isinstance(prepared, tuple | list) else [prepared])):
+        optimizer = self.optimizer
+        if optimizer is not None and any(given is optimizer for given in args):
+            if not any(p is optimizer for p in (prepared if isinstance(prepared, tuple | list) else [prepared])):
                 raise ModelError(
                     "this version of accelerate wraps an optimizer that is prepared", fix="accelerate 1.15"
                 )
-            self.optimizer.start()
+            optimizer.start()
         return prepared
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
@@ -403,9 +448,25 @@ class _Hooks:
         with optimizer.accumulate(last=self._accelerator.sync_gradients):
             self._backward(loss, **options)
 
-    def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2) -> StepNorm:
-        """Have the next step clip, and return what will hold the norm."""
-        return self._of_hostward().limit(parameters, max_norm, norm_type)
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
+        """Have the next step clip, and return what will hold the norm; before the last microbatch clip what there is.
+
+        A loop that clips after every microbatch clips sums that are not complete, in `.grad`, as accelerate does.
+        """
+        optimizer = self._of_hostward()
+        if self._accelerator.sync_gradients:
+            return optimizer.limit(parameters, max_norm, norm_type)
+        given = _listed(parameters)
+        if any(isinstance(p.grad, OffloadedGrad) for p in given):
+            raise ConfigError(
+                'clip_grad_norm_ after each microbatch, with gradients="host"',
+                why="they leave .grad in each backward, and the step clips by the norm of their sum",
+                fix="if accelerator.sync_gradients: accelerator.clip_grad_norm_(model.parameters(), max_norm)",
+            )
+        made: torch.Tensor = self._clip_grad_norm_(given, max_norm, norm_type)
+        return made
 
     def clip_grad_value_(self, *_: object, **__: object) -> NoReturn:
         raise ConfigError(
@@ -415,6 +476,7 @@ class _Hooks:
         )
 
     def _of_hostward(self) -> OffloadedOptimizer:
-        if self.optimizer is None:
+        optimizer = self.optimizer
+        if optimizer is None:
             raise ModelError("the accelerator has no offloaded optimizer", fix="offload(accelerator, optimizer, model)")
-        return self.optimizer
+        return optimizer
