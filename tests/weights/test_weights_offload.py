@@ -278,3 +278,47 @@ def test_not_between_backward_and_step() -> None:
         hostward.attach(model, optimizer, weights=ALL)
     optimizer.step()
     assert all(nbytes_here(p) for p in model.parameters())
+
+
+@pytest.mark.parametrize("fix", ["step", "zero_grad"])
+def test_a_refused_detach_undoes_nothing_and_its_fix_works(fix: str) -> None:
+    """Seen red: hooks removed before the refusal, so that forward met weights without memory."""
+    found = []
+    for early in (False, True):
+        model = network("encoder").eval()
+        optimizer = hostward.AdamW(model, lr=1e-2, backend=SimulatedBackend(threads=1), **ON_HOST)
+        run = hostward.attach(model, optimizer, weights=ALL)
+        for step in range(4):
+            with optimizer.accumulate(last=True):
+                loss_of(model, step).backward()
+            if early and step == 1:
+                with pytest.raises(ModelError, match="between backward and step"):
+                    run.detach()
+            if step != 1 or fix == "step":
+                optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                run.detach()
+        optimizer.wait()
+        found.append([p.detach().clone() for p in model.parameters()])
+    assert same(*found)
+
+
+def test_an_error_between_backward_and_step_leaves_the_block_as_it_is() -> None:
+    """Seen red: ModelError of the detaching in its place."""
+    model = network("encoder")
+    optimizer = hostward.AdamW(model, backend=SimulatedBackend(threads=1), **ON_HOST)
+
+    def fails() -> None:
+        with hostward.attach(model, optimizer, weights=ALL):
+            with optimizer.accumulate(last=True):
+                loss_of(model, 0).backward()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert all(nbytes_here(p) for p in model.parameters())
+    optimizer.zero_grad()
+    with hostward.attach(model, optimizer, weights=ALL):
+        loss_of(model, 0).backward()
+        optimizer.step()

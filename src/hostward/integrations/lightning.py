@@ -124,16 +124,19 @@ class OffloadCallback(Callback):  # type: ignore[misc]
     def _end(self, error: BaseException | None = None) -> None:
         self._leave(error)
         self._made = False
+        while self._undo:
+            setattr(*self._undo.pop())
         attachment, self.attachment = self.attachment, None
         if attachment is not None:
             attachment.detach()
-        while self._undo:
-            setattr(*self._undo.pop())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if self._microbatch is None:  # after backward: its step will not come, and detaching is refused until then
+            for optimizer in _optimizers(trainer):
+                optimizer.zero_grad()
         self._end(exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
