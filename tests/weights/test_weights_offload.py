@@ -247,6 +247,18 @@ def test_subclasses_of_tensors() -> None:
         hostward.attach(model, weights=ALL)
 
 
+def test_memory_of_others_is_refused_and_a_copy_of_it_is_not() -> None:
+    """As in a model that is loaded from safetensors on a CPU. Seen red: told to be of another layout."""
+    model = network("encoder")
+    for p in model.parameters():
+        p.requires_grad_(False).data.numpy()  # its memory is as one that is mapped from a file
+    with pytest.raises(ConfigError, match=r"memory is that of a file or of NumPy(.|\n)*p\.data = p\.data\.clone\(\)"):
+        hostward.attach(model, weights=ALL)
+    for p in model.parameters():
+        p.data = p.data.clone()
+    hostward.attach(model, weights=ALL).detach()
+
+
 def test_the_optimizer_is_as_it_was_after_detach() -> None:
     """And may be attached to again."""
     weights = []
