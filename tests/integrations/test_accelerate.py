@@ -2,7 +2,8 @@
 
 Seen red: backward left as it was; every microbatch taken for the last; no limit set for the step; a skipped step not
 told; a flag of the scaler that is written after the step; torch's state taken for hostward's; sums of a window that
-goes on not clipped; an optimizer kept by the accelerator after `free_memory`; a norm without a format.
+goes on not clipped; an optimizer kept by the accelerator after `free_memory`; a norm without a format; gradients
+changed between clipping and the step, and clipped with it.
 """
 
 from __future__ import annotations
@@ -159,6 +160,46 @@ def test_clipping_after_each_microbatch_clips_as_accelerate_does(accelerator_of:
         loop.accelerator.backward(mlp_loss(loop.model, 0))
         with pytest.raises(ConfigError, match=r"after each microbatch(.|\n)*if accelerator\.sync_gradients"):
             loop.accelerator.clip_grad_norm_(loop.model.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_gradients_that_are_changed_after_clipping_are_refused(
+    fraction: float, accelerator_of: Callable[..., Any]
+) -> None:
+    """With overlap=False they are in `.grad`, and the step would clip what was changed, unlike accelerate."""
+    loop = Loop(accelerator_of(), offload_fraction=fraction, overlap=False)
+    weight = next(loop.plain.parameters())
+
+    def double() -> None:
+        weight.grad *= 2
+
+    def replace() -> None:
+        weight.grad = torch.ones_like(weight)
+
+    for change in (double, replace):
+        loop.accelerator.backward(mlp_loss(loop.model, 0))
+        loop.accelerator.clip_grad_norm_(loop.plain.parameters(), 0.1)
+        change()
+        before = loop.weights()
+        with pytest.raises(ModelError, match=r"'[^']*weight' was changed between clip_grad_norm_ and step\(\)"):
+            loop.optimizer.step()
+        assert_equal(loop.weights(), before)
+        loop.optimizer.zero_grad()
+
+    def closure() -> torch.Tensor:
+        loop.optimizer.zero_grad()
+        loss = mlp_loss(loop.model, 1)
+        loop.accelerator.backward(loss)
+        double()
+        loop.accelerator.clip_grad_norm_(loop.plain.parameters(), 0.1)
+        return loss
+
+    for _ in range(2):
+        loop.optimizer.step(closure)
+    loop.accelerator.backward(mlp_loss(loop.model, 2))
+    loop.accelerator.clip_grad_norm_(loop.plain.parameters(), float("inf"))
+    double()  # nothing is clipped
+    loop.optimizer.step()
 
 
 def test_the_norm_is_printed_copied_and_saved_as_a_number(accelerator_of: Callable[..., Any]) -> None:

@@ -23,6 +23,7 @@ from hostward.checkpoint.torch_adamw import from_torch_adamw
 from hostward.config.schema import nearest
 from hostward.core.inventory import MAIN_PARAM, Dtype
 from hostward.errors import CheckpointError, ConfigError, ModelError, UnknownNameError, needed_for
+from hostward.model.parameters import local_of
 from hostward.optim.adamw import OPTIONS, AdamW
 from hostward.optim.offloaded_grad import OffloadedGrad
 from hostward.optim.param_groups import check_variants
@@ -176,6 +177,8 @@ class OffloadedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self._options = {name: value for name, value in options.items() if name not in _OF_LAYERS}
         self._options["plan"] = planned(self._options.get("plan"))
         self._norm: StepNorm | None = None
+        self._clipped: list[tuple[str, torch.Tensor, torch.Tensor | None, int]] = []
+        """Gradients in `.grad` that the next step clips: name and parameter, gradient, and its version counter."""
         self.attachment: Attachment | None = None
 
     # -------------------- From prepare to the end
@@ -240,6 +243,11 @@ class OffloadedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             raise ConfigError(f"clip_grad_norm_ with max_norm={max_norm}", fix="a number above 0; inf does not clip")
         self._require_own(optimizer, _listed(parameters))
         optimizer.max_grad_norm = 0.0 if math.isinf(max_norm) else float(max_norm)
+        self._clipped.clear()
+        if optimizer.max_grad_norm:
+            for name, p in zip(_names(optimizer), _parameters(optimizer), strict=True):
+                if not isinstance(p.grad, OffloadedGrad):  # which raises if it is changed
+                    self._clipped.append((name, p, p.grad, _version(p.grad)))
         self._norm = StepNorm(optimizer.backend.device)
         return self._norm
 
@@ -275,11 +283,23 @@ class OffloadedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             return
         norm, self._norm = self._norm, None
         try:
+            self._require_unchanged()
             super().step(closure)
         finally:
+            self._clipped.clear()
             optimizer.max_grad_norm = self._options.get("max_grad_norm") or 0.0
         if norm is not None:
             norm.value = optimizer.step_scalars().norm.clone().squeeze(0)
+
+    def _require_unchanged(self) -> None:
+        clipped, self._clipped = self._clipped, []
+        for name, p, grad, version in clipped:
+            if p.grad is not grad or _version(grad) != version:
+                raise ModelError(
+                    f"the gradient of parameter {name!r} was changed between clip_grad_norm_ and step()",
+                    why="the step clips, and would clip what was changed as well",
+                    fix="change gradients before clip_grad_norm_; in a Trainer in training_step, after backward",
+                )
 
     @property
     def step_was_skipped(self) -> bool:
@@ -367,7 +387,7 @@ class StepNorm(torch.Tensor):
             raise ModelError(
                 "the gradient norm was read before optimizer.step()",
                 why="the step computes it, and clips by it",
-                fix="read it after optimizer.step(); to look at gradients first, use the loop without offload()",
+                fix="read it after optimizer.step(); to look at gradients first, give overlap=False, and read them",
             )
         return self.value
 
@@ -395,6 +415,10 @@ def _known(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(map(_known, value))
     return value.known() if isinstance(value, StepNorm) else value
+
+
+def _version(grad: torch.Tensor | None) -> int:
+    return 0 if grad is None else local_of(grad)._version
 
 
 def _listed(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
