@@ -352,6 +352,24 @@ def test_an_error_between_backward_and_step_is_raised_and_leaves_everything_as_i
     assert_equal(*found)
 
 
+class StopsInWindow(lightning.pytorch.callbacks.Callback):
+    def on_train_batch_end(self, trainer: Any, *given: Any) -> None:
+        trainer.should_stop = given[-1] == 2  # the first batch of the second window
+
+
+def test_a_fit_that_stops_within_a_window_detaches() -> None:
+    """Seen red: gradients that are accumulated on the host, with which layers could not be detached."""
+    found = []
+    for asked in ({}, {"weights": 2}):
+        module = Layered(ours(1.0, streamed_fraction=0.0, gradients="host"))
+        module.fails = False
+        callback = OffloadCallback(**asked)
+        trainer_of([callback, StopsInWindow()], accumulate_grad_batches=2).fit(module, rows())
+        assert callback.attachment is None
+        found.append(weights(module))
+    assert_equal(*found)
+
+
 class ClipsByHand(Module):
     def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
         pass

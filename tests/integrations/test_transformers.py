@@ -277,6 +277,22 @@ def test_training_that_failed_leaves_layers_detached_and_may_begin_again(event: 
     assert_equal(weights(attached), weights(ours))
 
 
+class StopsInWindow(TrainerCallback):
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step == 1
+
+
+def test_training_that_stops_within_a_window_ends_as_with_torch(tmp_path: Path) -> None:
+    """Seen red: gradients that are accumulated on the host, with which layers could not be detached."""
+    trainers = [made(kind, tmp_path) for kind in (Trainer, at(1.0, **LAYERS, gradients="host"))]
+    for trainer in trainers:
+        trainer.add_callback(StopsInWindow())
+        trainer.train()
+        assert trainer.state.global_step == 1
+    assert trainers[1].optimizer.attachment is None
+    assert_alike(trainers[1], trainers[0])
+
+
 def test_requests_that_cannot_be_met_are_refused(tmp_path: Path) -> None:
     assert at(0.5) is not at(1.0)
     assert offloading(Trainer, offload_fraction=1.0) is offloading(Trainer, offload_fraction=1.0)

@@ -210,10 +210,11 @@ class OffloadedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             self.attachment.detach()
             self.attachment = None
 
-    def abandon(self) -> None:
-        """Drop the gradients of a step that failed, without which nothing can be detached."""
-        if isinstance(self.optimizer, AdamW):
-            self.optimizer.zero_grad()
+    def end(self) -> None:
+        """Detach at the end of training, wherever it ended; gradients of a step that did not come are dropped."""
+        if self.attachment is not None:
+            self.made().zero_grad()
+            self.detach()
 
     def close(self) -> None:
         """Let the optimizer and its memory go; it cannot step any more."""

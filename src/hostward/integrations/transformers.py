@@ -88,13 +88,9 @@ class OffloadingTrainer(_Base):  # type: ignore[misc]
         """Train; activations and weights are offloaded until it returns or raises."""
         try:
             return super().train(*args, **options)
-        except BaseException:
-            if isinstance(self.optimizer, OffloadedOptimizer):
-                self.optimizer.abandon()
-            raise
         finally:
             if isinstance(self.optimizer, OffloadedOptimizer):
-                self.optimizer.detach()
+                self.optimizer.end()
 
 
 def offloading(trainer: type[T], **options: Any) -> type[T]:
