@@ -362,6 +362,9 @@ def test_a_configuration_of_deepspeed_is_translated() -> None:
         "activations": hostward.Activations(),
     }
     assert from_deepspeed({"zero_optimization": {"stage": 2, "cpu_offload": True}}) == {"offload_fraction": 1.0}
+    nothing = {"offload_optimizer": None, "offload_param": None}
+    for left_out in ({"gradient_clipping": None}, {"zero_optimization": None}, {"zero_optimization": nothing}):
+        assert from_deepspeed(left_out) == {"offload_fraction": 0.0}
     assert from_deepspeed({"gradient_clipping": 1}) == {"offload_fraction": 0.0, "max_grad_norm": 1.0}
 
 
@@ -380,3 +383,8 @@ def test_what_deepspeed_alone_can_do_is_refused_by_name(monkeypatch: pytest.Monk
         assert f"{name}: " in refused.value.fix
     assert refused.value.what.startswith("7 keys")
     assert "reshard_after_forward=True" in refused.value.fix
+    for section in ({"zero_optimization": []}, {"zero_optimization": {"offload_optimizer": "cpu"}}):
+        with pytest.raises(ConfigError, match=r"1 keys(.|\n)*a dictionary"):
+            from_deepspeed(section)
+    with pytest.raises(ConfigError, match="None, which is no DeepSpeed configuration"):
+        from_deepspeed(None)
