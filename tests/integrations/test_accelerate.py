@@ -233,6 +233,22 @@ def test_memory_is_returned_when_the_accelerator_frees_it(accelerator_of: Callab
     Loop(accelerator, offload_fraction=1.0).epoch()
 
 
+def test_a_second_offload_lets_the_first_optimizer_go(accelerator_of: Callable[..., Any]) -> None:
+    """Seen red: the step that accelerate keeps beside a scaler, which is a method of the optimizer."""
+    accelerator = accelerator_of()
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"
+    first = Loop(accelerator, offload_fraction=1.0)
+    first.epoch()
+    made = weakref.ref(first.optimizer.optimizer)
+    second = Loop(accelerator, offload_fraction=1.0)
+    second.epoch()
+    gc.collect()
+    assert made() is None
+    with pytest.raises(ModelError, match=r"offload\(\) was called again"):
+        first.optimizer.step()
+
+
 def test_a_scaler_skips_step_and_schedule_as_with_torch(accelerator_of: Callable[..., Any]) -> None:
     """The first step overflows, where a scaler begins with a scale that is too large."""
     found = []

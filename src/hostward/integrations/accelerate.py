@@ -218,8 +218,10 @@ class OffloadedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     def close(self) -> None:
         """Let the optimizer and its memory go; it cannot step any more."""
-        self.detach()
+        self.end()
         self.optimizer, self._norm = self._stand_in, None
+        self._clipped.clear()
+        self._optimizer_original_step_method = self._optimizer_patched_step_method = None  # methods of the optimizer
 
     def made(self) -> AdamW:
         """Return hostward's optimizer. Raises ModelError before `prepare` and after `close`."""
