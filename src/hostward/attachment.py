@@ -558,10 +558,11 @@ class Attachment:
         that they copy to has been freed.
 
         Raises:
-            AsleepError: weights are offloaded and asleep (`AdamW.sleep`). Nothing has been undone then.
+            AsleepError: weights are offloaded and asleep (`AdamW.sleep`). ModelError: trained weights are offloaded,
+                between backward and step. Nothing has been undone then.
         """
         if self._weights is not None:
-            self._weights.require_awake()
+            self._weights.require_detachable()
         for undo in (*(wrapped.undo for wrapped in self._wrapped), *self._also_undone):
             undo()
         if self._layer_calls is not None:
@@ -576,7 +577,9 @@ class Attachment:
     def __enter__(self) -> Attachment:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and self._weights is not None:
+            self._weights.abandon()
         self.detach()
 
 

@@ -54,6 +54,10 @@ def net(width: int = 8) -> torch.nn.Module:
 
 
 def test_refused() -> None:
+    with pytest.raises(ConfigError, match=r"of a model\n(.|\n)*\[model\]"):
+        build_optimizers(net())
+    with pytest.raises(ConfigError, match="no regular expression"):
+        build_optimizers([net()], groups={"(": {"lr": 1.0}})
     with pytest.raises(ConfigError, match="without a part"):
         build_optimizers([])
     with pytest.raises(ConfigError, match="left for the group 'none'"):

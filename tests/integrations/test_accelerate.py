@@ -1,12 +1,18 @@
 """A loop of accelerate trains as with torch's own AdamW, and to the same bits at every fraction.
 
 Seen red: backward left as it was; every microbatch taken for the last; no limit set for the step; a skipped step not
-told; a flag of the scaler that is written after the step; torch's state taken for hostward's.
+told; a flag of the scaler that is written after the step; torch's state taken for hostward's; sums of a window that
+goes on not clipped; an optimizer kept by the accelerator after `free_memory`; a norm without a format; gradients
+changed between clipping and the step, and clipped with it.
 """
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
 import runpy
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -131,6 +137,118 @@ def test_gradients_leave_in_the_last_backward_of_a_window(accelerator_of: Callab
     assert kinds == [{"Tensor"}, {"OffloadedGrad"}]
 
 
+def test_clipping_after_each_microbatch_clips_as_accelerate_does(accelerator_of: Callable[..., Any]) -> None:
+    """Without `if accelerator.sync_gradients`: the incomplete sum is clipped, and then the complete one."""
+    found = []
+    for where in ({}, {"offload_fraction": 0.0}, {"offload_fraction": 1.0}):
+        loop = Loop(accelerator_of(gradient_accumulation_steps=2), **where)
+        for batch in loop.loader:
+            with loop.accelerator.accumulate(loop.model):
+                loop.accelerator.backward(mlp_loss(loop.model, int(batch)) * 100)
+                norm = loop.accelerator.clip_grad_norm_(loop.model.parameters(), 0.1)
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
+            loop.norms.append(norm.item())
+        found.append(loop)
+    theirs, *ours = found
+    for loop in ours:
+        torch.testing.assert_close(loop.norms, theirs.norms, rtol=1e-5, atol=0)
+        torch.testing.assert_close(loop.weights(), theirs.weights())
+    assert_equal(ours[0].weights(), ours[1].weights())
+    loop = Loop(accelerator_of(gradient_accumulation_steps=2), offload_fraction=1.0, gradients="host")
+    with loop.accelerator.accumulate(loop.model):
+        loop.accelerator.backward(mlp_loss(loop.model, 0))
+        with pytest.raises(ConfigError, match=r"after each microbatch(.|\n)*if accelerator\.sync_gradients"):
+            loop.accelerator.clip_grad_norm_(loop.model.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_gradients_that_are_changed_after_clipping_are_refused(
+    fraction: float, accelerator_of: Callable[..., Any]
+) -> None:
+    """With overlap=False they are in `.grad`, and the step would clip what was changed, unlike accelerate."""
+    loop = Loop(accelerator_of(), offload_fraction=fraction, overlap=False)
+    weight = next(loop.plain.parameters())
+
+    def double() -> None:
+        weight.grad *= 2
+
+    def replace() -> None:
+        weight.grad = torch.ones_like(weight)
+
+    for change in (double, replace):
+        loop.accelerator.backward(mlp_loss(loop.model, 0))
+        loop.accelerator.clip_grad_norm_(loop.plain.parameters(), 0.1)
+        change()
+        before = loop.weights()
+        with pytest.raises(ModelError, match=r"'[^']*weight' was changed between clip_grad_norm_ and step\(\)"):
+            loop.optimizer.step()
+        assert_equal(loop.weights(), before)
+        loop.optimizer.zero_grad()
+
+    def closure() -> torch.Tensor:
+        loop.optimizer.zero_grad()
+        loss = mlp_loss(loop.model, 1)
+        loop.accelerator.backward(loss)
+        double()
+        loop.accelerator.clip_grad_norm_(loop.plain.parameters(), 0.1)
+        return loss
+
+    for _ in range(2):
+        loop.optimizer.step(closure)
+    loop.accelerator.backward(mlp_loss(loop.model, 2))
+    loop.accelerator.clip_grad_norm_(loop.plain.parameters(), float("inf"))
+    double()  # nothing is clipped
+    loop.optimizer.step()
+
+
+def test_the_norm_is_printed_copied_and_saved_as_a_number(accelerator_of: Callable[..., Any]) -> None:
+    loop = Loop(accelerator_of(), offload_fraction=1.0)
+    loop.accelerator.backward(mlp_loss(loop.model, 0))
+    norm = loop.accelerator.clip_grad_norm_(loop.model.parameters(), 0.1)
+    assert f"{norm}" == "StepNorm(not yet)"
+    for use in (lambda: f"{norm:.2f}", lambda: copy.deepcopy(norm), lambda: pickle.dumps(norm)):
+        with pytest.raises(ModelError, match=r"read before optimizer\.step"):
+            use()
+    loop.optimizer.step()
+    assert (f"{norm:.3f}", f"{norm}") == (f"{norm.item():.3f}", f"{norm.item()}")
+    for copied in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
+        assert type(copied) is torch.Tensor
+        assert copied.item() == norm.item()
+
+
+def test_memory_is_returned_when_the_accelerator_frees_it(accelerator_of: Callable[..., Any]) -> None:
+    accelerator = accelerator_of()
+    loop = Loop(accelerator, offload_fraction=1.0)
+    loop.epoch()
+    made, model = weakref.ref(loop.optimizer.optimizer), weakref.ref(loop.plain)
+    accelerator.free_memory()
+    loop.epoch()  # what the program still holds goes on
+    del loop
+    accelerator.free_memory()
+    gc.collect()
+    assert (made(), model()) == (None, None)
+    with pytest.raises(ModelError, match="no offloaded optimizer"):
+        accelerator.backward(torch.ones(()))
+    Loop(accelerator, offload_fraction=1.0).epoch()
+
+
+def test_a_second_offload_lets_the_first_optimizer_go(accelerator_of: Callable[..., Any]) -> None:
+    """Seen red: the step that accelerate keeps beside a scaler, which is a method of the optimizer."""
+    accelerator = accelerator_of()
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"
+    first = Loop(accelerator, offload_fraction=1.0)
+    first.epoch()
+    made = weakref.ref(first.optimizer.optimizer)
+    second = Loop(accelerator, offload_fraction=1.0)
+    second.epoch()
+    gc.collect()
+    assert made() is None
+    with pytest.raises(ModelError, match=r"offload\(\) was called again"):
+        first.optimizer.step()
+
+
 def test_a_scaler_skips_step_and_schedule_as_with_torch(accelerator_of: Callable[..., Any]) -> None:
     """The first step overflows, where a scaler begins with a scale that is too large."""
     found = []
@@ -206,11 +324,21 @@ def test_what_a_step_cannot_do_is_refused(accelerator_of: Callable[..., Any]) ->
     for told, ask in {
         "norm_type=1": lambda: accelerator.clip_grad_norm_(parameters, 1.0, norm_type=1),
         "max_norm=0": lambda: accelerator.clip_grad_norm_(parameters, 0),
-        "other parameters": lambda: accelerator.clip_grad_norm_(parameters[:-1], 1.0),
+        "of a part of": lambda: accelerator.clip_grad_norm_(parameters[:-1], 1.0),
         "clip_grad_value_": lambda: accelerator.clip_grad_value_(parameters, 1.0),
     }.items():
         with pytest.raises(ConfigError, match=told):
             ask()
+    other = torch.ones(2, requires_grad=True)
+    other.sum().backward()
+    with pytest.raises(ConfigError, match=r"optimizer does not have\n(.|\n)*one accelerator for each optimizer"):
+        accelerator.clip_grad_norm_([*parameters, other], 1.0)
+    loop.plain.late = torch.nn.Parameter(torch.ones(2))
+    loop.plain.late.sum().backward()
+    with pytest.raises(
+        ConfigError, match=r"does not have: 'late'\n(.|\n)*requires_grad_\(False\)(.|\n)*add_param_group"
+    ):
+        accelerator.clip_grad_norm_(loop.plain.parameters(), 1.0)
 
 
 # ---------------------------------------------------------------- DeepSpeed's dictionaries
@@ -250,6 +378,9 @@ def test_a_configuration_of_deepspeed_is_translated() -> None:
         "activations": hostward.Activations(),
     }
     assert from_deepspeed({"zero_optimization": {"stage": 2, "cpu_offload": True}}) == {"offload_fraction": 1.0}
+    nothing = {"offload_optimizer": None, "offload_param": None}
+    for left_out in ({"gradient_clipping": None}, {"zero_optimization": None}, {"zero_optimization": nothing}):
+        assert from_deepspeed(left_out) == {"offload_fraction": 0.0}
     assert from_deepspeed({"gradient_clipping": 1}) == {"offload_fraction": 0.0, "max_grad_norm": 1.0}
 
 
@@ -268,3 +399,8 @@ def test_what_deepspeed_alone_can_do_is_refused_by_name(monkeypatch: pytest.Monk
         assert f"{name}: " in refused.value.fix
     assert refused.value.what.startswith("7 keys")
     assert "reshard_after_forward=True" in refused.value.fix
+    for section in ({"zero_optimization": []}, {"zero_optimization": {"offload_optimizer": "cpu"}}):
+        with pytest.raises(ConfigError, match=r"1 keys(.|\n)*a dictionary"):
+            from_deepspeed(section)
+    with pytest.raises(ConfigError, match="None, which is no DeepSpeed configuration"):
+        from_deepspeed(None)

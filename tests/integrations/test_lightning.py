@@ -324,6 +324,52 @@ def test_an_error_in_backward_leaves_everything_as_it_was() -> None:
     optimizer.step()
 
 
+class StoppedError(Exception):
+    pass
+
+
+class StopsBeforeStep(Layered):
+    stops = True
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.stops and self.trainer.global_step == 1:
+            raise StoppedError
+
+
+def test_an_error_between_backward_and_step_is_raised_and_leaves_everything_as_it_was() -> None:
+    """Seen red: ModelError of the detaching in its place, `gradient_clip_val` not put back."""
+    found = []
+    for weights_of_layers in (None, 2):
+        module, callback = StopsBeforeStep(ours(1.0, streamed_fraction=0.0)), OffloadCallback(weights=weights_of_layers)
+        trainer = trainer_of([callback], gradient_clip_val=0.05, accumulate_grad_batches=1)
+        with pytest.raises(StoppedError):
+            trainer.fit(module, rows())
+        (optimizer,) = trainer.optimizers
+        assert (trainer.gradient_clip_val, optimizer.max_grad_norm, callback.attachment) == (0.05, 0.0, None)
+        module.stops = False
+        trainer_of([callback], gradient_clip_val=0.05, accumulate_grad_batches=1).fit(module, rows())
+        found.append(weights(module))
+    assert_equal(*found)
+
+
+class StopsInWindow(lightning.pytorch.callbacks.Callback):
+    def on_train_batch_end(self, trainer: Any, *given: Any) -> None:
+        trainer.should_stop = given[-1] == 2  # the first batch of the second window
+
+
+def test_a_fit_that_stops_within_a_window_detaches() -> None:
+    """Seen red: gradients that are accumulated on the host, with which layers could not be detached."""
+    found = []
+    for asked in ({}, {"weights": 2}):
+        module = Layered(ours(1.0, streamed_fraction=0.0, gradients="host"))
+        module.fails = False
+        callback = OffloadCallback(**asked)
+        trainer_of([callback, StopsInWindow()], accumulate_grad_batches=2).fit(module, rows())
+        assert callback.attachment is None
+        found.append(weights(module))
+    assert_equal(*found)
+
+
 class ClipsByHand(Module):
     def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
         pass

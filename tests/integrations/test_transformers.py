@@ -1,6 +1,7 @@
 """Trainer and TRL's trainers log and train as with torch's own AdamW, and to the same bits at every fraction.
 
-Seen red: layers that stay attached; torch's state with `fused` in its groups.
+Seen red: layers that stay attached, and an error of theirs in place of the program's own; torch's state with `fused`
+in its groups.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ from hostward.runtime.backend import Lane
 accelerate = pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments  # noqa: E402
+from transformers import (  # noqa: E402
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from hostward.integrations.transformers import OffloadingTrainer, offloading  # noqa: E402
 
@@ -241,17 +248,49 @@ class StoppedError(Exception):
     pass
 
 
-class Stopping(Trainer):
-    def log(self, *_: Any) -> None:
-        raise StoppedError
+class StopsOnce(TrainerCallback):
+    """Fails in the second step, at one of the callbacks' events."""
+
+    def __init__(self, event: str) -> None:
+        self.armed = True
+        setattr(self, event, self._stop)
+
+    def _stop(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.armed and state.global_step == 1:
+            self.armed = False
+            raise StoppedError
 
 
-def test_layers_are_detached_when_training_fails(tmp_path: Path) -> None:
-    trainer = made(at(1.0, Stopping, **LAYERS), tmp_path)
-    with pytest.raises(StoppedError):
+@pytest.mark.parametrize("event", ["on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end"])
+def test_training_that_failed_leaves_layers_detached_and_may_begin_again(event: str, tmp_path: Path) -> None:
+    trainers = [made(kind, tmp_path) for kind in (Trainer, at(0.0), at(1.0, **LAYERS))]
+    for trainer in trainers:
+        trainer.add_callback(StopsOnce(event))
+        with pytest.raises(StoppedError):
+            trainer.train()
+    theirs, ours, attached = trainers
+    assert attached.optimizer.attachment is None
+    hostward.attach(attached.model, activations=1).detach()  # refused where something is attached
+    for trainer in trainers:
         trainer.train()
-    assert trainer.optimizer.attachment is None
-    hostward.attach(trainer.model, activations=1).detach()  # refused where something is attached
+    assert_alike(attached, theirs)
+    assert_equal(weights(attached), weights(ours))
+
+
+class StopsInWindow(TrainerCallback):
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step == 1
+
+
+def test_training_that_stops_within_a_window_ends_as_with_torch(tmp_path: Path) -> None:
+    """Seen red: gradients that are accumulated on the host, with which layers could not be detached."""
+    trainers = [made(kind, tmp_path) for kind in (Trainer, at(1.0, **LAYERS, gradients="host"))]
+    for trainer in trainers:
+        trainer.add_callback(StopsInWindow())
+        trainer.train()
+        assert trainer.state.global_step == 1
+    assert trainers[1].optimizer.attachment is None
+    assert_alike(trainers[1], trainers[0])
 
 
 def test_requests_that_cannot_be_met_are_refused(tmp_path: Path) -> None:

@@ -393,6 +393,24 @@ def test_a_module_may_be_cast_after_a_step(mix: str) -> None:
     assert model.to("meta").head.weight.grad.device.type == "meta"
 
 
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("rows", [5, 40])
+@pytest.mark.parametrize("mix", ["none", "host"])
+def test_a_resized_parameter_is_refused_in_backward(mix: str, rows: int, stepped: bool) -> None:
+    """As `resize_token_embeddings` does it. Seen red: sizes not compared, before and after the first step."""
+    table = torch.nn.Embedding(20, 8)
+    optimizer = adamw(table, offload_fraction=float(mix == "host"))
+    for _ in range(int(stepped)):
+        with optimizer.accumulate(last=True):
+            table(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+        optimizer.wait()
+    table.weight.data = torch.ones(rows, 8)
+    context = pytest.raises(ModelError, match=rf"'weight' has a gradient \({rows}, 8\)(.|\n)*it was \(20, 8\) when")
+    with context, optimizer.accumulate(last=True):
+        table(torch.tensor([1, 2])).sum().backward()
+
+
 def test_without_the_context_gradients_stay_until_the_step_and_the_weights_are_the_same() -> None:
     """Seen red: gradients taken in every backward."""
     found = []

@@ -247,6 +247,18 @@ def test_subclasses_of_tensors() -> None:
         hostward.attach(model, weights=ALL)
 
 
+def test_memory_of_others_is_refused_and_a_copy_of_it_is_not() -> None:
+    """As in a model that is loaded from safetensors on a CPU. Seen red: told to be of another layout."""
+    model = network("encoder")
+    for p in model.parameters():
+        p.requires_grad_(False).data.numpy()  # its memory is as one that is mapped from a file
+    with pytest.raises(ConfigError, match=r"memory is that of a file or of NumPy(.|\n)*p\.data = p\.data\.clone\(\)"):
+        hostward.attach(model, weights=ALL)
+    for p in model.parameters():
+        p.data = p.data.clone()
+    hostward.attach(model, weights=ALL).detach()
+
+
 def test_the_optimizer_is_as_it_was_after_detach() -> None:
     """And may be attached to again."""
     weights = []
@@ -278,3 +290,47 @@ def test_not_between_backward_and_step() -> None:
         hostward.attach(model, optimizer, weights=ALL)
     optimizer.step()
     assert all(nbytes_here(p) for p in model.parameters())
+
+
+@pytest.mark.parametrize("fix", ["step", "zero_grad"])
+def test_a_refused_detach_undoes_nothing_and_its_fix_works(fix: str) -> None:
+    """Seen red: hooks removed before the refusal, so that forward met weights without memory."""
+    found = []
+    for early in (False, True):
+        model = network("encoder").eval()
+        optimizer = hostward.AdamW(model, lr=1e-2, backend=SimulatedBackend(threads=1), **ON_HOST)
+        run = hostward.attach(model, optimizer, weights=ALL)
+        for step in range(4):
+            with optimizer.accumulate(last=True):
+                loss_of(model, step).backward()
+            if early and step == 1:
+                with pytest.raises(ModelError, match="between backward and step"):
+                    run.detach()
+            if step != 1 or fix == "step":
+                optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                run.detach()
+        optimizer.wait()
+        found.append([p.detach().clone() for p in model.parameters()])
+    assert same(*found)
+
+
+def test_an_error_between_backward_and_step_leaves_the_block_as_it_is() -> None:
+    """Seen red: ModelError of the detaching in its place."""
+    model = network("encoder")
+    optimizer = hostward.AdamW(model, backend=SimulatedBackend(threads=1), **ON_HOST)
+
+    def fails() -> None:
+        with hostward.attach(model, optimizer, weights=ALL):
+            with optimizer.accumulate(last=True):
+                loss_of(model, 0).backward()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert all(nbytes_here(p) for p in model.parameters())
+    optimizer.zero_grad()
+    with hostward.attach(model, optimizer, weights=ALL):
+        loss_of(model, 0).backward()
+        optimizer.step()

@@ -10,7 +10,9 @@ their device, sharded, cast. Until then a `torch.optim.AdamW` that is never step
 
 from __future__ import annotations
 
+import copy
 import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
@@ -21,7 +23,9 @@ from hostward.checkpoint.torch_adamw import from_torch_adamw
 from hostward.config.schema import nearest
 from hostward.core.inventory import MAIN_PARAM, Dtype
 from hostward.errors import CheckpointError, ConfigError, ModelError, UnknownNameError, needed_for
+from hostward.model.parameters import local_of
 from hostward.optim.adamw import OPTIONS, AdamW
+from hostward.optim.offloaded_grad import OffloadedGrad
 from hostward.optim.param_groups import check_variants
 from hostward.optim.placement import planned
 
@@ -75,8 +79,8 @@ def offload(
     hooks = _Hooks.on(accelerator)
     if hooks.optimizer is not None:
         hooks.optimizer.close()
-    hooks.optimizer = OffloadedOptimizer(accelerator, optimizer, model, options)
-    return hooks.optimizer
+    hooks.optimizer = made = OffloadedOptimizer(accelerator, optimizer, model, options)
+    return made
 
 
 def require_options(function: str, options: Iterable[str]) -> None:
@@ -173,6 +177,8 @@ class OffloadedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self._options = {name: value for name, value in options.items() if name not in _OF_LAYERS}
         self._options["plan"] = planned(self._options.get("plan"))
         self._norm: StepNorm | None = None
+        self._clipped: list[tuple[str, torch.Tensor, torch.Tensor | None, int]] = []
+        """Gradients in `.grad` that the next step clips: name and parameter, gradient, and its version counter."""
         self.attachment: Attachment | None = None
 
     # -------------------- From prepare to the end
@@ -204,10 +210,18 @@ class OffloadedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             self.attachment.detach()
             self.attachment = None
 
+    def end(self) -> None:
+        """Detach at the end of training, wherever it ended; gradients of a step that did not come are dropped."""
+        if self.attachment is not None:
+            self.made().zero_grad()
+            self.detach()
+
     def close(self) -> None:
         """Let the optimizer and its memory go; it cannot step any more."""
-        self.detach()
+        self.end()
         self.optimizer, self._norm = self._stand_in, None
+        self._clipped.clear()
+        self._optimizer_original_step_method = self._optimizer_patched_step_method = None  # methods of the optimizer
 
     def made(self) -> AdamW:
         """Return hostward's optimizer. Raises ModelError before `prepare` and after `close`."""
@@ -230,18 +244,36 @@ class OffloadedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             raise ConfigError(f"clip_grad_norm_ with norm_type={norm_type}", fix="norm_type=2, the norm of the step")
         if math.isnan(max_norm) or max_norm <= 0:
             raise ConfigError(f"clip_grad_norm_ with max_norm={max_norm}", fix="a number above 0; inf does not clip")
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        others = [p for p in given if id(p) not in own and p.grad is not None]
-        if others or not own <= {id(p) for p in given}:
-            raise ConfigError(
-                "clip_grad_norm_ of other parameters than those of the optimizer",
-                why="the step clips by the norm over all of its gradients",
-                fix="accelerator.clip_grad_norm_(model.parameters(), max_norm)",
-            )
+        self._require_own(optimizer, _listed(parameters))
         optimizer.max_grad_norm = 0.0 if math.isinf(max_norm) else float(max_norm)
+        self._clipped.clear()
+        if optimizer.max_grad_norm:
+            for name, p in zip(_names(optimizer), _parameters(optimizer), strict=True):
+                if not isinstance(p.grad, OffloadedGrad):  # which raises if it is changed
+                    self._clipped.append((name, p, p.grad, _version(p.grad)))
         self._norm = StepNorm(optimizer.backend.device)
         return self._norm
+
+    def _require_own(self, optimizer: AdamW, given: list[torch.Tensor]) -> None:
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        others = {id(p) for p in given if id(p) not in own and p.grad is not None}
+        if others:
+            names = [repr(name) for name, p in self._model.named_parameters() if id(p) in others]
+            shown = ", ".join(names[:2] + ["..."] * (len(names) > 2))
+            raise ConfigError(
+                f"clip_grad_norm_ of parameters that the optimizer does not have{': ' if names else ''}{shown}",
+                why="they have gradients, which would count in the norm, and the step clips by the norm of its own",
+                fix="requires_grad_(False) for what is not trained; give the optimizer what is trained later on at the "
+                "start, or by add_param_group()"
+                if names
+                else "one accelerator for each optimizer, or clip the parameters of the offloaded one alone",
+            )
+        if not own <= {id(p) for p in given}:
+            raise ConfigError(
+                "clip_grad_norm_ of a part of the optimizer's parameters",
+                why="the step clips by the norm over all of its gradients",
+                fix="one accelerator.clip_grad_norm_(model.parameters(), max_norm) for each step",
+            )
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Step as accelerate's wrapper does: only where gradients are complete, and through its scaler if it has one.
@@ -254,11 +286,23 @@ class OffloadedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             return
         norm, self._norm = self._norm, None
         try:
+            self._require_unchanged()
             super().step(closure)
         finally:
+            self._clipped.clear()
             optimizer.max_grad_norm = self._options.get("max_grad_norm") or 0.0
         if norm is not None:
             norm.value = optimizer.step_scalars().norm.clone().squeeze(0)
+
+    def _require_unchanged(self) -> None:
+        clipped, self._clipped = self._clipped, []
+        for name, p, grad, version in clipped:
+            if p.grad is not grad or _version(grad) != version:
+                raise ModelError(
+                    f"the gradient of parameter {name!r} was changed between clip_grad_norm_ and step()",
+                    why="the step clips, and would clip what was changed as well",
+                    fix="change gradients before clip_grad_norm_; in a Trainer in training_step, after backward",
+                )
 
     @property
     def step_was_skipped(self) -> bool:
@@ -346,7 +390,7 @@ class StepNorm(torch.Tensor):
             raise ModelError(
                 "the gradient norm was read before optimizer.step()",
                 why="the step computes it, and clips by it",
-                fix="read it after optimizer.step(); to look at gradients first, use the loop without offload()",
+                fix="read it after optimizer.step(); to look at gradients first, give overlap=False, and read them",
             )
         return self.value
 
@@ -355,6 +399,15 @@ class StepNorm(torch.Tensor):
 
     def tolist(self) -> Any:
         return self.known().tolist()
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return copy.deepcopy(self.known(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.known().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __format__(self, spec: str) -> str:
+        return repr(self) if self.value is None and not spec else format(self.known().item(), spec)
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"StepNorm({'not yet' if self.value is None else self.value.item()})"
@@ -367,13 +420,31 @@ def _known(value: Any) -> Any:
     return value.known() if isinstance(value, StepNorm) else value
 
 
+def _version(grad: torch.Tensor | None) -> int:
+    return 0 if grad is None else local_of(grad)._version
+
+
+def _listed(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+
+
 class _Hooks:
     """Replaces methods of one accelerator, so that they reach its offloaded optimizer."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._prepare, self._backward = accelerator.prepare, accelerator.backward
-        self.optimizer: OffloadedOptimizer | None = None
+        self._clip_grad_norm_ = accelerator.clip_grad_norm_
+        self._optimizer: weakref.ref[OffloadedOptimizer] | None = None
+
+    @property
+    def optimizer(self) -> OffloadedOptimizer | None:
+        """Return the optimizer that is followed. It is not kept alive, so that `free_memory` returns its memory."""
+        return None if self._optimizer is None else self._optimizer()
+
+    @optimizer.setter
+    def optimizer(self, optimizer: OffloadedOptimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
 
     @classmethod
     def on(cls, accelerator: Accelerator) -> _Hooks:
@@ -389,12 +460,13 @@ class _Hooks:
     def prepare(self, *args: Any, **options: Any) -> Any:
         """Prepare as accelerate does, and then start the offloaded optimizer if it is among `args`."""
         prepared = self._prepare(*args, **options)
-        if self.optimizer is not None and any(given is self.optimizer for given in args):
-            if not any(p is self.optimizer for p in (prepared if isinstance(prepared, tuple | list) else [prepared])):
+        optimizer = self.optimizer
+        if optimizer is not None and any(given is optimizer for given in args):
+            if not any(p is optimizer for p in (prepared if isinstance(prepared, tuple | list) else [prepared])):
                 raise ModelError(
                     "this version of accelerate wraps an optimizer that is prepared", fix="accelerate 1.15"
                 )
-            self.optimizer.start()
+            optimizer.start()
         return prepared
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
@@ -403,9 +475,25 @@ class _Hooks:
         with optimizer.accumulate(last=self._accelerator.sync_gradients):
             self._backward(loss, **options)
 
-    def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2) -> StepNorm:
-        """Have the next step clip, and return what will hold the norm."""
-        return self._of_hostward().limit(parameters, max_norm, norm_type)
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
+        """Have the next step clip, and return what will hold the norm; before the last microbatch clip what there is.
+
+        A loop that clips after every microbatch clips sums that are not complete, in `.grad`, as accelerate does.
+        """
+        optimizer = self._of_hostward()
+        if self._accelerator.sync_gradients:
+            return optimizer.limit(parameters, max_norm, norm_type)
+        given = _listed(parameters)
+        if any(isinstance(p.grad, OffloadedGrad) for p in given):
+            raise ConfigError(
+                'clip_grad_norm_ after each microbatch, with gradients="host"',
+                why="they leave .grad in each backward, and the step clips by the norm of their sum",
+                fix="if accelerator.sync_gradients: accelerator.clip_grad_norm_(model.parameters(), max_norm)",
+            )
+        made: torch.Tensor = self._clip_grad_norm_(given, max_norm, norm_type)
+        return made
 
     def clip_grad_value_(self, *_: object, **__: object) -> NoReturn:
         raise ConfigError(
@@ -415,6 +503,7 @@ class _Hooks:
         )
 
     def _of_hostward(self) -> OffloadedOptimizer:
-        if self.optimizer is None:
+        optimizer = self.optimizer
+        if optimizer is None:
             raise ModelError("the accelerator has no offloaded optimizer", fix="offload(accelerator, optimizer, model)")
-        return self.optimizer
+        return optimizer

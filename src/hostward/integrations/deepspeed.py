@@ -46,6 +46,7 @@ _OF_NVME = frozenset(
     {"nvme_path", "buffer_count", "buffer_size", "fast_init", "pipeline_read", "pipeline_write", "max_in_cpu"}
 )
 """Keys of offload_optimizer and offload_param that have a meaning with device "nvme" alone."""
+_SECTIONS = ("zero_optimization", "activation_checkpointing")
 _NVME = (
     'is "nvme"',
     'hostward offloads to host memory: "cpu"; less of it is needed with more processes and FSDP2, whose hosts share it',
@@ -85,6 +86,11 @@ def from_deepspeed(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
         ConfigError: naming every key that is not translated, with the reason and the fix.
     """
     content = _read(Path(config)) if isinstance(config, (str, Path)) else config
+    if not isinstance(content, Mapping):
+        raise ConfigError(
+            f"from_deepspeed() of {content!r}, which is no DeepSpeed configuration",
+            fix="pass its dictionary, or the path of its JSON file",
+        )
     found = _Translation()
     readers: Mapping[str, Callable[[Any], None]] = {
         "zero_optimization": found.zero,
@@ -94,7 +100,11 @@ def from_deepspeed(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": lambda _: None,
     }
     for key, value in content.items():
-        if key in readers:
+        if value is None:
+            continue  # as if it were left out
+        if key in _SECTIONS and not isinstance(value, Mapping):
+            found.refuse(key, f"is {value!r}", "a dictionary")
+        elif key in readers:
             readers[key](value)
         elif key in _ELSEWHERE and not _is_auto(value):
             found.refuse(key, *_ELSEWHERE[key])
@@ -132,7 +142,11 @@ class _Translation:
     def zero(self, section: Mapping[str, Any]) -> None:
         for key, value in section.items():
             name = f"zero_optimization.{key}"
-            if key == "stage":
+            if value is None:
+                continue
+            if key in ("offload_optimizer", "offload_param") and not isinstance(value, Mapping):
+                self.refuse(name, f"is {value!r}", 'a dictionary, as {"device": "cpu"}')
+            elif key == "stage":
                 self._stage(name, value)
             elif key == "offload_optimizer" or (key == "cpu_offload" and value):
                 self._optimizer(

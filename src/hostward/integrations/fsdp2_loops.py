@@ -40,16 +40,19 @@ def build_optimizers(
         options: of `hostward.AdamW`.
 
     Raises:
-        ConfigError: no part, or an expression that no parameter's name matches. ModelError: one name in two parts; what
-            `hostward.AdamW` raises.
+        ConfigError: no list of parts; a group that is no regular expression, or that no parameter's name matches.
+            ModelError: one name in two parts; what `hostward.AdamW` raises.
     """
+    given: object = model_parts
+    if isinstance(given, torch.nn.Module) and not isinstance(given, torch.nn.ModuleList):
+        raise ConfigError("build_optimizers() of a model", fix="pass the list of its parts on this rank: [model]")
     parts = list(model_parts)
     if not parts:
         raise ConfigError("build_optimizers() without a part of a model", fix="pass a list of modules, such as [model]")
     named = _named(parts)
     made, claimed = [], set()
     for pattern, settings in (groups or {}).items():
-        mine = [name for name in named if name not in claimed and re.search(pattern, name)]
+        mine = [name for name in named if name not in claimed and _compiled(pattern).search(name)]
         if not mine:
             raise ConfigError(
                 f"no parameter is left for the group {pattern!r}",
@@ -63,6 +66,15 @@ def build_optimizers(
     # A module over all parts, which is never called: so the layers of each part wait for their own weights.
     whole = parts[0] if len(parts) == 1 else torch.nn.ModuleList(parts)
     return Optimizers(AdamW(made, module=whole, **options))
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(
+            f"the group {pattern!r} is no regular expression", why=str(error), fix="re.escape() takes a name literally"
+        ) from error
 
 
 def _named(parts: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:

@@ -121,23 +121,27 @@ class OffloadCallback(Callback):  # type: ignore[misc]
             )
         self.attachment = attach(pl_module, mine[0] if mine else None, layers=self._layers, **self._asked)
 
-    def _end(self, error: BaseException | None = None) -> None:
+    def _end(self, trainer: Trainer, error: BaseException | None = None) -> None:
+        after_backward = self._microbatch is None
         self._leave(error)
         self._made = False
-        attachment, self.attachment = self.attachment, None
-        if attachment is not None:
-            attachment.detach()
         while self._undo:
             setattr(*self._undo.pop())
+        attachment, self.attachment = self.attachment, None
+        if attachment is not None:
+            if after_backward:  # gradients of a step that did not come, with which detaching is refused
+                for optimizer in _optimizers(trainer):
+                    optimizer.zero_grad()
+            attachment.detach()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._end()
+        self._end(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._end(exception)
+        self._end(trainer, exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._end()
+        self._end(trainer)
 
     # ---------------------------------------------------------------- one microbatch
 

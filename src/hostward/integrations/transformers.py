@@ -90,7 +90,7 @@ class OffloadingTrainer(_Base):  # type: ignore[misc]
             return super().train(*args, **options)
         finally:
             if isinstance(self.optimizer, OffloadedOptimizer):
-                self.optimizer.detach()
+                self.optimizer.end()
 
 
 def offloading(trainer: type[T], **options: Any) -> type[T]:

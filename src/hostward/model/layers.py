@@ -37,10 +37,11 @@ def find_layers(
     found = [(name, module) for name, module in found if sizes[name] >= _SHARE * max(sizes.values())]
     if len(found) != 1:
         names = ", ".join(name or "the model itself" for name, _ in found)
+        lists = ", ".join(f"*model.{name}" if name else "*model" for name, _ in found) or "*model.encoder.layers"
         raise ModelError(
             f"the model has {len(found) or 'no'} lists of layers{': ' if found else ''}{names}",
             why="layers are offloaded in the order in which forward calls them",
-            fix="name them: layers=list(model.encoder.layers)",
+            fix=f"name them: layers=[{lists}]",
         )
     path, held = found[0]
     return [(f"{path}.{name}" if path else name, child) for name, child in held.named_children()]

@@ -560,8 +560,9 @@ class AdamW(torch.optim.Optimizer):
         """Return the host copies that the CPU optimizer step writes, for weight offloading. Raises AsleepError."""
         self._sleeper.asleep.require(Kinds.WEIGHTS, "attach() is called")
         return WeightCopies(
-            self._tracked, self._states, self._executor, self._watch, self._access, self._follow_weights, self._sleeper
-        )
+            self._tracked, self._states, self._executor, self._watch, self._access, self._follow_weights,
+            self.discard_gradients, self._sleeper,
+        )  # fmt: skip
 
     def layers_attached(self) -> None:
         """Report that `attach` carries out what the plan says about layers; without it the first step warns."""

@@ -138,6 +138,7 @@ class GradientHooks:
     ) -> None:
         self._tracked = list(tracked)
         self._by_name = {t.name: t for t in tracked}
+        self._shapes = {t.name: t.local.shape for t in tracked}
         self._taker = taker
         self.summed = summed
         self.tied = Tied({}) if tied is None else tied
@@ -262,6 +263,13 @@ class GradientHooks:
     def hand_over(self, t: ParamRecord, *, last: bool = True) -> None:
         """Offload the gradient in `.grad`. Raises ModelError for a gradient that no step is defined for."""
         gradient = gradient_of(t)
+        made_for = self._shapes[t.name]
+        if gradient.shape != made_for:
+            raise ModelError(
+                f"parameter {t.name!r} has a gradient {tuple(gradient.shape)}",
+                why=f"it was {tuple(made_for)} when the optimizer was made, and its state still is",
+                fix="resize before the optimizer is made, or make a new one",
+            )
         self._put_placeholder(t, gradient.dtype)
         self._taker.offload_gradient(t.name, gradient, last=last)
 

@@ -32,9 +32,9 @@ _TOLD = {
 }
 _FIXES = {
     Where.TAKEN: "clip by max_grad_norm of the optimizer, in a loop of accelerate by accelerator.clip_grad_norm_("
-    "model.parameters(), ...), and read optimizer.grad_norm; to look at gradients, leave "
-    "optimizer.accumulate(last=True) or, with accelerate, offload() out (of a model in DistributedDataParallel: give "
-    "the optimizer module=model)",
+    "model.parameters(), ...), and read optimizer.grad_norm; to look at gradients, give overlap=False (to offload() or "
+    "offloading() as well), or leave optimizer.accumulate(last=True) or Lightning's OffloadCallback out (of a model in "
+    "DistributedDataParallel: give the optimizer module=model)",
     Where.USED: "read gradients before step(), or make the optimizer with overlap=False",
     Where.LOST: "call optimizer.zero_grad() and run the microbatches again",
     Where.ASLEEP: "call optimizer.wake() first",

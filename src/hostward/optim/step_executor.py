@@ -874,6 +874,15 @@ class StepExecutor:
         for layer in [layer for layer in self._layers.values() if layer in wanted]:
             self.wait_for_params(layer.name)
 
+    def require_no_gradients(self) -> None:
+        """Raise ModelError if gradients have been offloaded for a step that is still to come."""
+        if any(bucket.ranges for bucket in self._buckets):
+            raise ModelError(
+                "weights cannot be offloaded, or brought back, between backward and step()",
+                why="the optimizer has taken gradients",
+                fix="attach and detach after step() or zero_grad()",
+            )
+
     @serialised
     def offload_weights(self, names: Collection[str], fetcher: WeightFetcher | None) -> None:
         """Make `fetcher` bring these weights, all of host buckets, and no others from now on.
@@ -881,12 +890,7 @@ class StepExecutor:
         Raises:
             ModelError: gradients have been offloaded.
         """
-        if any(bucket.ranges for bucket in self._buckets):
-            raise ModelError(
-                "weights cannot be offloaded, or brought back, between backward and step()",
-                why="the optimizer has taken gradients",
-                fix="attach and detach after step() or zero_grad()",
-            )
+        self.require_no_gradients()
         self.wait_for_all()
         self.synchronise()
         self._fetcher, self.fetched = fetcher, frozenset(names)

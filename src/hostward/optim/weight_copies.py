@@ -37,6 +37,7 @@ class WeightCopies:
         watch: WeightWatch,
         access: StateAccess,
         follow: Callable[[], None],
+        discard: Callable[[], None],
         sleeper: Sleeper,
     ) -> None:
         self._steps, self._watch, self._access = steps, watch, access
@@ -48,6 +49,8 @@ class WeightCopies:
         """Lock held while a step is issued, and by whoever reads weights from another thread."""
         self.sleeper = sleeper
         """Frees offloaded weights that are on the device when the optimizer's weights are put to sleep."""
+        self.discard_gradients = discard
+        """Forget the gradients that have been offloaded."""
         self.follow = follow
         """Take the fp32 main weights anew from weights that other code has written."""
 
@@ -78,6 +81,10 @@ class WeightCopies:
         self._steps.offload_weights(names, fetcher)
         self._watch.follow(names, present)
         self._access.present = present
+
+    def require_no_gradients(self) -> None:
+        """Raise ModelError when gradients have been offloaded, so that `give_back` is not possible now."""
+        self._steps.require_no_gradients()
 
     def give_back(self) -> None:
         """Keep all weights on the device for good. Raises ModelError when gradients have been offloaded."""

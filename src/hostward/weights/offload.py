@@ -419,10 +419,21 @@ class OffloadedWeights:
             {why.value: nbytes for why, nbytes in self._chosen.kept_bytes.items()},
         )  # fmt: skip
 
-    def require_awake(self) -> None:
-        """Raise AsleepError if the optimizer has put weights to sleep, so that none can be reloaded."""
+    def require_detachable(self) -> None:
+        """Raise where `detach` is not possible now.
+
+        Raises:
+            AsleepError: the optimizer has put weights to sleep. ModelError: it has taken gradients of trained ones.
+        """
         if self._copies is not None:
             self._copies.sleeper.asleep.require(Kinds.WEIGHTS, "detach() is called")
+            if self._guarded and self._chosen.stepped:
+                self._copies.require_no_gradients()
+
+    def abandon(self) -> None:
+        """Forget the gradients of a step that failed, which `detach` would not be possible with."""
+        if self._copies is not None:
+            self._copies.discard_gradients()
 
     @unfenced
     def detach(self) -> None:

@@ -31,6 +31,7 @@ class Stays(StrEnum):
     SHARED = "it shares its memory with another one"
     PART = "it is a part of a larger buffer, as with Megatron's data parallelism: buffers are freed as a whole"
     LAYOUT = "it does not fill its memory, in order"
+    MAPPED = "its memory is that of a file or of NumPy, which torch cannot free"
     DTYPE = "its dtype is none of bf16, fp16, fp32"
     TRAINED = "it is trained, and the host does not step it"
     WHOLE = "FSDP2 leaves it whole"
@@ -82,7 +83,7 @@ def choose(
             tracked = owned.get(parameter)
             why = why_stays(name, parameter, sharing, tracked is not None, min_elements, backend.device, gathers)
             if why is None and not local_of(parameter).untyped_storage().resizable():
-                why = Stays.LAYOUT  # memory-mapped from a file; a weight that `move` keeps on the CPU gets other memory
+                why = Stays.MAPPED  # a weight that `move` keeps on the CPU gets other memory
             if why is None and (tracked is not None or parameter.requires_grad):
                 problem = _not_stepped_here(copies, tracked)
                 if problem is not None:
@@ -105,6 +106,8 @@ def choose(
         fix = "leave weights= out"
         if Stays.PART in kept:
             fix += ", and offload optimizer state and activations"
+        if Stays.MAPPED in kept:
+            fix += ", or copy what was loaded on the CPU: for p in model.parameters(): p.data = p.data.clone()"
         raise ConfigError("no weight can be offloaded", why=reasons or "the layers have none", fix=fix)
     for name, parameter in model.named_parameters():
         if is_away(parameter) and parameter not in leaving:
