@@ -268,6 +268,8 @@ class StreamedStates:
         self._require_whole()
         self.backend.synchronise()
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _copied(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return the state dict with copies on the CPU.
 
