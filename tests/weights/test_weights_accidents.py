@@ -1,14 +1,17 @@
 """What else happens to offloaded weights: graphs used twice or never, errors, evaluation, copies, saving, loading.
 
 Seen red: a state dict of weights without bytes (written as 0 bytes, without an error), copies of them, a view that a
-graph holds while its memory goes, a weight written on the device and fetched again as it was.
+graph holds while its memory goes, a weight written on the device and fetched again as it was; records of fences that
+keep a dropped model.
 """
 
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -554,3 +557,16 @@ def test_stepped_by_torch_on_the_host() -> None:
         found, _ = train(Encoder().eval(), attached=attached, use_torch_optimizer=True)
         weights.append(found)
     assert same(*weights)
+
+
+def test_a_model_that_is_dropped_while_attached_goes() -> None:
+    """As when the cell of a notebook that makes model, optimizer and attachment runs again."""
+    model = network("Llama")
+    optimizer = hostward.AdamW(model, backend=SimulatedBackend(threads=1), **ON_HOST)
+    hostward.attach(model, optimizer, weights=ALL)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    alive = [weakref.ref(model), weakref.ref(optimizer), weakref.ref(optimizer._states[0].exp_avg.data)]
+    del model, optimizer
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * 3
