@@ -229,7 +229,7 @@ class WeightFence:
 
 
 class _Reads:
-    """_Reads is the reader of `Fence`. Records of fences outlive what is dropped; it keeps no optimizer or module alive."""
+    """_Reads is the reader of `Fence`. Records of fences outlive what is dropped; it keeps none of it alive."""
 
     def __init__(self, executor: StepExecutor, watch: WeightWatch, tracked: Sequence[ParamRecord]) -> None:
         self._executor, self._watch = weakref.ref(executor), weakref.ref(watch)
