@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
 from hostward.config.arguments import named_options
@@ -339,6 +340,8 @@ def _replacement(optimizer: torch.optim.Optimizer, states: StreamedStates) -> Ca
     signature = inspect.signature(raw)
     watched = watched_step(optimizer)
 
+    # Compiled code that calls the step breaks its graph here.
+    @_disable_dynamo
     @functools.wraps(watched or type(optimizer).step)
     def in_parts(own: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         if watched is not None:
@@ -362,6 +365,7 @@ def _replacement(optimizer: torch.optim.Optimizer, states: StreamedStates) -> Ca
     vars(hooked)["hostward_states"] = states
     reference = weakref.ref(optimizer)
 
+    @_disable_dynamo
     @functools.wraps(hooked)
     def step(*args: Any, **kwargs: Any) -> Any:
         # A bound method would keep the optimizer, and with it the model, alive until the garbage collector runs.
