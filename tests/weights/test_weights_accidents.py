@@ -614,6 +614,26 @@ def test_an_evaluation_in_another_thread_takes_turns_with_training() -> None:
         assert raised_in_a_thread(lambda: loss_of(model, 5)) == []
 
 
+def test_a_read_in_another_thread_takes_turns_with_training() -> None:
+    model = frozen()
+    weight = layer(model, 1).mlp.up_proj.weight
+    expected = weight.detach().clone()
+    refused: list[HostwardError] = []
+
+    def read(*_: object) -> None:
+        refused.extend(raised_in_a_thread(lambda: torch.equal(weight, expected)))
+
+    with away(model) as run:
+        layer(model, 2).mlp.register_forward_hook(read)
+        model.get_input_embeddings().weight.register_hook(read)  # type: ignore[operator]
+        loss_of(model, 0).backward()
+        assert [type(error) for error in refused] == [OrderingError] * 2
+        with run.weights_here():
+            loss_of(model, 0).backward()
+        read()
+        assert len(refused) == 2
+
+
 def test_after_a_failed_backward_another_thread_may_evaluate() -> None:
     model = frozen()
 

@@ -347,7 +347,20 @@ class OffloadedWeights:
     # ---------------------------------------------------------------- other readers
 
     def read(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Reload weights that other code reads or writes; they stay until the next such read or the next forward."""
+        """Reload weights that other code reads or writes; they stay until the next such read or the next forward.
+
+        Raises:
+            OrderingError: another thread runs the model now, and would free them meanwhile.
+        """
+        me, forward = threading.get_ident(), bool(self._stack)
+        backward = self._ending is not None and self._ending() is not None
+        elsewhere = (forward and me != self._runner) or (backward and me != self._trainer)
+        if elsewhere and not self.residency.pinned and torch._C._current_graph_task_id() == -1:
+            raise OrderingError(
+                f"an offloaded weight is used in thread {threading.current_thread().name} while another runs the model",
+                why="its memory on the device may be freed at any time then",
+                fix="a lock around this and around each step, or `with run.weights_here():` around both",
+            )
         with self._lock, without_functions():
             self.residency.read(self._numbers(self._of_parameter(p) for p in parameters))
 
