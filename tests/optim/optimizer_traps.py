@@ -330,6 +330,21 @@ class EightBit(Trap):
         p.sub_(value * rate * self.pid2config[id(p)]["rate"])
 
 
+class OtherMemory(Trap):
+    """Gives its tensors other memory, of the same layout and of another."""
+
+    def move(self, p: torch.Tensor, rate: Any) -> None:
+        state = self.state[p]
+        if not state:
+            state.update(momentum=torch.zeros_like(p), other=torch.ones_like(p), turned=torch.zeros_like(p))
+        state["momentum"].data = state["momentum"] * 0.9 + p.grad
+        state["other"].set_(state["other"] * 0.5 + 1)
+        state["turned"].add_(0.1)
+        if p.dim() == 2:
+            state["turned"].t_()
+        p.sub_((state["momentum"] + state["other"] + state["turned"].mean()) * rate)
+
+
 class Inherits(torch.optim.AdamW):
     """A step of torch's with a counter around it, which is a tensor."""
 
@@ -368,6 +383,7 @@ TRAPS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
             Collects,
             WaysOfADict,
             EightBit,
+            OtherMemory,
             Inherits,
         ),
     )

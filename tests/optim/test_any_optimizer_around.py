@@ -185,6 +185,37 @@ def test_t52_h67_a_state_dict_has_tensors_of_its_own() -> None:
     assert all(same_bits(reloaded[i]["exp_avg"], e["exp_avg"]) for i, e in before["state"].items())
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_compiled_step_is_the_plain_one(scheduled: bool) -> None:
+    """The compiler is kept out of it; it would trace what reloads the state."""
+    plain = OPTIMIZERS["adamw foreach"](groups(parameters()))
+    optimizer, states = offloaded(OPTIMIZERS["adamw foreach"])
+    if scheduled:
+        for each in (plain, optimizer):
+            torch.optim.lr_scheduler.ConstantLR(each, factor=1.0)
+    step = torch.compile(optimizer.step, backend="eager")
+    for n in range(3):
+        for each, stepped in ((plain, plain.step), (optimizer, step)):
+            set_gradients(all_parameters(each), n)
+            stepped()
+    assert_same(optimizer, plain)
+    assert states.offloaded_bytes > 0
+
+
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_saved_and_loaded_within_inference_mode(fraction: float) -> None:
+    """As an evaluation does that saves the best state so far: what it loads is trained afterwards."""
+    plain = OPTIMIZERS["adamw foreach"](groups(parameters()))
+    optimizer, _ = offloaded(OPTIMIZERS["adamw foreach"], fraction=fraction)
+    train(plain, optimizer, steps=2)
+    for each in (plain, optimizer):
+        with torch.inference_mode():
+            each.load_state_dict(each.state_dict())
+    train(plain, optimizer, steps=2, first=2)
+    assert_same(optimizer, plain)
+
+
 def test_hooks_of_others_see_whole_state() -> None:
     optimizer, _ = offloaded(OPTIMIZERS["adamw foreach"])
     train(optimizer, steps=2)

@@ -1,14 +1,19 @@
 """What else happens to offloaded weights: graphs used twice or never, errors, evaluation, copies, saving, loading.
 
 Seen red: a state dict of weights without bytes (written as 0 bytes, without an error), copies of them, a view that a
-graph holds while its memory goes, a weight written on the device and fetched again as it was.
+graph holds while its memory goes, a weight written on the device and fetched again as it was; records of fences that
+keep a dropped model; an evaluation in another thread that reads weights which training frees.
 """
 
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import threading
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,7 +35,7 @@ from weight_cases import (
 )
 
 import hostward
-from hostward.errors import ConfigError, ModelError
+from hostward.errors import ConfigError, HostwardError, ModelError, OrderingError
 from hostward.runtime.simulated.backend import Order, SimulatedBackend
 from hostward.schedule.ops import Lane
 
@@ -554,3 +559,110 @@ def test_stepped_by_torch_on_the_host() -> None:
         found, _ = train(Encoder().eval(), attached=attached, use_torch_optimizer=True)
         weights.append(found)
     assert same(*weights)
+
+
+def test_a_model_that_is_dropped_while_attached_goes() -> None:
+    """As when the cell of a notebook that makes model, optimizer and attachment runs again."""
+    model = network("Llama")
+    optimizer = hostward.AdamW(model, backend=SimulatedBackend(threads=1), **ON_HOST)
+    hostward.attach(model, optimizer, weights=ALL)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    alive = [weakref.ref(model), weakref.ref(optimizer), weakref.ref(optimizer._states[0].exp_avg.data)]
+    del model, optimizer
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * 3
+
+
+def raised_in_a_thread(work: Callable[[], object]) -> list[HostwardError]:
+    found = []
+
+    def run() -> None:
+        try:
+            with torch.no_grad():
+                work()
+        except HostwardError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return found
+
+
+def test_an_evaluation_in_another_thread_takes_turns_with_training() -> None:
+    """Within a layer and within backward it would free what training reads, and the other way round."""
+    expected = gradients(frozen())
+    model = frozen()
+    refused: list[HostwardError] = []
+    trainer = threading.current_thread()
+
+    def evaluate(*_: object) -> None:
+        if threading.current_thread() is trainer:
+            refused.extend(raised_in_a_thread(lambda: loss_of(model, 5)))
+
+    with away(model):
+        handles = [
+            layer(model, 1).mlp.register_forward_hook(evaluate),
+            model.get_input_embeddings().weight.register_hook(evaluate),  # type: ignore[operator]
+        ]
+        assert same(gradients(model), expected)
+        assert [type(error) for error in refused] == [OrderingError] * 4
+        assert ["during a backward" in str(error) for error in refused] == [False, True] * 2
+        for handle in handles:
+            handle.remove()
+        assert raised_in_a_thread(lambda: loss_of(model, 5)) == []
+
+
+def test_a_read_in_another_thread_takes_turns_with_training() -> None:
+    model = frozen()
+    weight = layer(model, 1).mlp.up_proj.weight
+    expected = weight.detach().clone()
+    refused: list[HostwardError] = []
+
+    def read(*_: object) -> None:
+        refused.extend(raised_in_a_thread(lambda: torch.equal(weight, expected)))
+
+    with away(model) as run:
+        layer(model, 2).mlp.register_forward_hook(read)
+        model.get_input_embeddings().weight.register_hook(read)  # type: ignore[operator]
+        loss_of(model, 0).backward()
+        assert [type(error) for error in refused] == [OrderingError] * 2
+        with run.weights_here():
+            loss_of(model, 0).backward()
+        read()
+        assert len(refused) == 2
+
+
+def test_after_a_failed_backward_another_thread_may_evaluate() -> None:
+    model = frozen()
+
+    def fail(_: torch.Tensor) -> None:
+        raise ValueError("backward fails")
+
+    with away(model):
+        model.get_input_embeddings().weight.register_hook(fail)  # type: ignore[operator]
+        with pytest.raises(ValueError, match="backward fails"):
+            loss_of(model, 0).backward()
+        assert raised_in_a_thread(lambda: loss_of(model, 5)) == []
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "trace",
+    [
+        lambda model, x: torch.jit.trace(model, x),
+        lambda model, x: torch.export.export(model, (x,), strict=False),
+    ],
+    ids=["jit.trace", "export"],
+)
+def test_a_trace_is_refused(trace: Callable[[torch.nn.Module, torch.Tensor], object]) -> None:
+    model = Encoder()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    x = torch.randn(2, 10, 32)
+    with away(model):
+        with pytest.raises(ModelError, match=r"is called inside torch\."):
+            trace(model, x)
+        assert model(x).shape == x.shape
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None

@@ -144,6 +144,10 @@ class LayerCalls:
             self._take_off()  # an interrupted forward never ended this call
         self._clean()
         recomputed = torch._C._current_graph_task_id() != -1
+        self._refuse_traces(layer)
+        if self._weights is not None and not recomputed:
+            self._weights.require_no_backward(self._names[layer])
+            self._thread_guard.enter(self._names[layer])
         inside = torch.is_grad_enabled() and not recomputed and inside_checkpoint()
         if not torch.is_grad_enabled() or inside or recomputed:
             self._stack.calls.append((layer, None))
@@ -197,6 +201,18 @@ class LayerCalls:
             why=why,
             fix="detach() before functorch transforms, or call the layers without them",
         )
+
+    def _refuse_traces(self, layer: int) -> None:
+        """Raise ModelError where a trace would hold the copies of offloading as operations of the model."""
+        if self._weights is None and not (torch.is_grad_enabled() and layer < self._hooked):
+            return
+        fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+        if torch._C._get_tracing_state() is not None or (fake and self._weights is not None):
+            raise ModelError(
+                f"layer {self._names[layer]} is called inside {'torch.export' if fake else 'torch.jit.trace'}",
+                why="what it does for offloading would become a part of the trace",
+                fix="detach() before the trace",
+            )
 
     def _begin(self, capture: int) -> None:
         """Start a forward, and warn once if the forward before has offloaded nothing."""
@@ -413,7 +429,7 @@ class LayerCalls:
 
     def _not_running(self) -> None:
         """Note that this thread runs no layer any more, if its outermost call has ended."""
-        if not any(layer_call is not None for _, layer_call in self._stack.calls):
+        if not any(layer_call is not None or self._weights is not None for _, layer_call in self._stack.calls):
             self._thread_guard.leave()
 
     def _clean(self) -> None:
@@ -428,7 +444,7 @@ class LayerCalls:
 class SingleThreadGuard:
     """Raise if two threads run layers of one model at the same time.
 
-    Autograd's threads, and threads that run without gradients, are not registered.
+    Autograd's threads are not registered; without offloaded weights, neither are threads that run without gradients.
     """
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hostward.distributed import fsdp2
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ParamRecord:
     """Record a parameter of the optimizer and the module attributes that hold it (several if it is tied)."""
 

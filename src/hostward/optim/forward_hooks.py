@@ -229,11 +229,11 @@ class WeightFence:
 
 
 class _Reads:
-    """_Reads is the reader of `Fence`. Records of fences outlive optimizers that are dropped; it keeps none alive."""
+    """_Reads is the reader of `Fence`. Records of fences outlive what is dropped; it keeps none of it alive."""
 
     def __init__(self, executor: StepExecutor, watch: WeightWatch, tracked: Sequence[ParamRecord]) -> None:
         self._executor, self._watch = weakref.ref(executor), weakref.ref(watch)
-        self._tracked = {id(t.parameter): t for t in tracked}
+        self._tracked = weakref.WeakValueDictionary({id(t.parameter): t for t in tracked})
 
     def read(self, parameters: Sequence[torch.Tensor]) -> None:
         executor = self._executor()

@@ -17,7 +17,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hostward.config.arguments import named_fields, require_fewer, require_whole
-from hostward.errors import ConfigError, HostwardError
+from hostward.errors import ConfigError, HostwardError, OrderingError
 from hostward.model.autograd import raise_modified, tensors_of
 from hostward.model.fence import Fence, down, plain_type, unfenced, up, without_functions
 from hostward.model.layer_hooks import Mark, PostForwardHook, PreBackwardHook, PreForwardHook
@@ -157,7 +157,11 @@ class OffloadedWeights:
         self._stack: list[int] = []
         """Layers whose forward is running, innermost last."""
         self._task = -1
-        """Graph task of the backward that calls `_end` when it ends."""
+        """Graph task of the backward that calls `end` when it ends."""
+        self._ending: weakref.ref[_Ending] | None = None
+        """Alive while that backward is."""
+        self._runner = self._trainer = 0
+        """Threads that last ran a layer, and one with gradients: backwards are the latter's."""
         self._handles: list[RemovableHandle] = []
         self._guarded: list[Callable[[], None]] = []
         self._lock = threading.RLock() if copies is None else copies.lock
@@ -226,6 +230,9 @@ class OffloadedWeights:
     def pre_forward(self, number: int, _: object) -> None:
         """Reload a layer's weights before it runs, and prefetch those of the next layer."""
         residency = self.residency
+        if torch._C._current_graph_task_id() == -1:
+            self._runner = threading.get_ident()
+            self._trainer = self._runner if torch.is_grad_enabled() else self._trainer
         if number in self._stack:  # an interrupted forward never ended this call
             del self._stack[self._stack.index(number) :]
         self._stack.append(number)
@@ -239,14 +246,17 @@ class OffloadedWeights:
     @unfenced
     def post_forward(self, number: int, output: object) -> None:
         """Free a layer's weights after it has returned or raised."""
+        recomputed = torch._C._current_graph_task_id() != -1
+        if not recomputed and threading.get_ident() != self._runner:
+            return  # a thread that may not run the layer, see `require_no_backward`
         if number in self._stack:
             del self._stack[self._stack.index(number) :]
         back = PreBackwardHook(weakref.ref(self), number)
         for node in {tensor.grad_fn for tensor in tensors_of(output)}:
             if node is not None:
                 node.register_prehook(back)
-        if torch._C._current_graph_task_id() != -1:
-            return  # recomputed for a backward that follows now
+        if recomputed:
+            return  # for a backward that follows now
         self._raise((number,))
         if number < self.count:
             self.residency.empty(number)
@@ -264,19 +274,30 @@ class OffloadedWeights:
         residency, task = self.residency, torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+            ending = _Ending(self)
+            self._ending = weakref.ref(ending)
+            torch.autograd.Variable._execution_engine.queue_callback(ending)
         self._raise(self._down - {*self._stack, number})
         self.use(number)
         residency.sweep((*self._stack, number, number - 1))
         residency.prefetch(self._beside(number, -1))
 
     @unfenced
-    def _end(self) -> None:
+    def end(self) -> None:
         """Free weights after a backward; it may be nested in another one, so prefetched weights stay."""
-        self._task = -1
+        self._task, self._ending = -1, None
         self._raise(self._down - {*self._stack})
         expected = self.residency.expected
         self.residency.sweep(self._stack if expected is None else (*self._stack, expected))
+
+    def require_no_backward(self, layer: str) -> None:
+        """Raise OrderingError if a backward of another thread runs now: it would free what this forward reads."""
+        if self._ending is not None and self._ending() is not None and threading.get_ident() != self._trainer:
+            raise OrderingError(
+                f"layer {layer} is called in thread {threading.current_thread().name} during a backward of the model",
+                why="its weights are offloaded, and backward frees those of all layers but its own",
+                fix="let training and evaluation of the model wait for each other (a lock around each step)",
+            )
 
     def _beside(self, number: int, steps: int) -> int:
         """Return the layer so many steps further in the same run; -1: there is none."""
@@ -326,7 +347,20 @@ class OffloadedWeights:
     # ---------------------------------------------------------------- other readers
 
     def read(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Reload weights that other code reads or writes; they stay until the next such read or the next forward."""
+        """Reload weights that other code reads or writes; they stay until the next such read or the next forward.
+
+        Raises:
+            OrderingError: another thread runs the model now, and would free them meanwhile.
+        """
+        me, forward = threading.get_ident(), bool(self._stack)
+        backward = self._ending is not None and self._ending() is not None
+        elsewhere = (forward and me != self._runner) or (backward and me != self._trainer)
+        if elsewhere and not self.residency.pinned and torch._C._current_graph_task_id() == -1:
+            raise OrderingError(
+                f"an offloaded weight is used in thread {threading.current_thread().name} while another runs the model",
+                why="its memory on the device may be freed at any time then",
+                fix="a lock around this and around each step, or `with run.weights_here():` around both",
+            )
         with self._lock, without_functions():
             self.residency.read(self._numbers(self._of_parameter(p) for p in parameters))
 
@@ -457,6 +491,16 @@ class OffloadedWeights:
         self.residency.layers = [None] * self.count
         self._backend.free(self._chosen.buffers)
         self._of_storage.clear()
+
+
+class _Ending:
+    """End a backward; the engine drops it with the backward, also if that raises."""
+
+    def __init__(self, offloaded: OffloadedWeights) -> None:
+        self._offloaded = offloaded
+
+    def __call__(self) -> None:
+        self._offloaded.end()
 
 
 def weights_of(given: object, n_layers: int) -> Weights:

@@ -153,8 +153,9 @@ def _check(optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
         if isinstance(optimizer, torch.optim.LBFGS) or ours or not isinstance(state, dict):
             raise ConfigError(
                 f"CombinedOptimizer: {type(optimizer).__module__}.{name} cannot be one of several",
-                why="it calls its closure several times, or keeps its state elsewhere than in optimizer.state",
-                fix="step it beside the CombinedOptimizer",
+                why="it calls its closure several times, keeps its state elsewhere than in optimizer.state, or is "
+                "combined itself",
+                fix="step it beside the CombinedOptimizer; of one that is combined, pass the optimizers",
             )
         check_step(optimizer)
         own = {p for group in optimizer.param_groups for p in group["params"]}

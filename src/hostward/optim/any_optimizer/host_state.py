@@ -6,7 +6,7 @@ It says which may be offloaded, how they are stored in a host slab, and how they
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,7 +69,7 @@ def span_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def may_leave(value: object) -> bool:
-    """Return whether a state entry is a tensor of several elements, without attributes that its user has set.
+    """Return whether a state entry is a tensor of several elements in memory, without attributes that its user has set.
 
     It is a plain tensor, or a DTensor of which this rank has several elements.
     """
@@ -80,6 +80,7 @@ def may_leave(value: object) -> bool:
         type(part) is torch.Tensor
         and part.layout is torch.strided
         and part.numel() > 1
+        and part.data_ptr() != 0
         and not (part.requires_grad or part.is_conj() or part.is_neg() or part.__dict__)
     )
 
@@ -220,6 +221,9 @@ class Chunk:
     def homes(self, parameter: torch.Tensor) -> Bundle:
         return {key: place.home for key, place in self.places[parameter].items()}
 
+    def layouts(self, parameter: torch.Tensor) -> list[Layout]:
+        return [place.layout for place in self.places[parameter].values()]
+
 
 def pieces(buffer: Buffer, runs: Iterable[tuple[int, int]]) -> list[Buffer]:
     """Return one buffer per byte range of a slab or GPU staging buffer."""
@@ -239,15 +243,16 @@ def cut(sizes: Iterable[tuple[torch.Tensor, int]], limit_bytes: int) -> list[lis
     return runs
 
 
-def settle(entry: dict[Hashable, Any], given: Bundle, device: torch.device) -> bool:
+def settle(entry: dict[Hashable, Any], given: Bundle, layouts: Sequence[Layout], device: torch.device) -> bool:
     """Copy what the optimizer has put in place of a given tensor into that tensor's memory, after its use.
 
-    Returns False where that cannot be done, because the parameter's state has other tensors than before: then they are
-    all made independent of the GPU staging buffer.
+    Returns False where that cannot be done, because the parameter's state has other tensors than before, or a given one
+    has another layout than `layouts` says: then they are all made independent of the GPU staging buffer.
     """
+    kept = all(Layout.of(t) == layout and t.device == device for t, layout in zip(given.values(), layouts, strict=True))
     now: dict[Hashable, Any] = {key: dict.get(entry, key) for key in given}
     replaced = [(tensor, now[key]) for key, tensor in given.items() if now[key] is not tensor]
-    same = all(may_leave(value) and Layout.of(value) == Layout.of(t) for t, value in replaced)
+    same = kept and all(may_leave(value) and Layout.of(value) == Layout.of(t) for t, value in replaced)
     more = [key for key, value in dict.items(entry) if key not in given and may_leave(value) and value.device == device]
     if same and not any(_is_more(entry, key, given) for key in more):
         # A swap of two state tensors makes each the source of the other.

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
 from hostward.config.arguments import named_options
@@ -268,6 +269,8 @@ class StreamedStates:
         self._require_whole()
         self.backend.synchronise()
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _copied(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return the state dict with copies on the CPU.
 
@@ -337,6 +340,8 @@ def _replacement(optimizer: torch.optim.Optimizer, states: StreamedStates) -> Ca
     signature = inspect.signature(raw)
     watched = watched_step(optimizer)
 
+    # Compiled code that calls the step breaks its graph here.
+    @_disable_dynamo
     @functools.wraps(watched or type(optimizer).step)
     def in_parts(own: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         if watched is not None:
@@ -360,6 +365,7 @@ def _replacement(optimizer: torch.optim.Optimizer, states: StreamedStates) -> Ca
     vars(hooked)["hostward_states"] = states
     reference = weakref.ref(optimizer)
 
+    @_disable_dynamo
     @functools.wraps(hooked)
     def step(*args: Any, **kwargs: Any) -> Any:
         # A bound method would keep the optimizer, and with it the model, alive until the garbage collector runs.

@@ -224,10 +224,12 @@ class Staging:
         if not parameters:
             return
         chunk, backend = staged.chunk, self._backend
+        moved = [p for p in parameters if self._follow_memory(staged, p)]
         bundles = {p: staged.read.pop(p) for p in parameters}
         buffers = {p: staged.buffers.pop(p) for p in parameters}
+        self.wrote |= bool(moved)
         with torch.no_grad():
-            settled = {p: settle(self._entries[p], bundle, backend.device) for p, bundle in bundles.items()}
+            settled = {p: settle(self._entries[p], b, chunk.layouts(p), backend.device) for p, b in bundles.items()}
         for p, bundle in bundles.items():
             versions = staged.given.pop(p)
             self.wrote |= not settled[p] or versions != [version_of(t) for t in bundle.values()]
@@ -242,6 +244,25 @@ class Staging:
             pairs, name = list(zip(targets, sources, strict=True)), f"offload/d2h/state/{chunk.name}"
             after = chunk.drained = backend.copy(Lane.D2H, pairs, name=name, waits=[after]).issue()
         self._going.append(_Going(after, list(bundles.values()), list(chain(*buffers.values())), staged.stream))
+
+    def _follow_memory(self, staged: Staged, parameter: torch.Tensor) -> bool:
+        """Let the buffers of a parameter be those of the memory that its tensors have now; return whether it is other.
+
+        `tensor.data = other`, `set_` and `resize_` give a tensor other memory, and free what it had.
+        """
+        places, buffers = staged.chunk.places[parameter].values(), staged.buffers[parameter]
+        found, moved = [], False
+        for tensor, place, buffer in zip(staged.read[parameter].values(), places, buffers, strict=True):
+            if Layout.of(tensor) == place.layout and local_of(tensor).data_ptr() == buffer.data.data_ptr():
+                found.append(buffer)
+                continue
+            moved = True
+            if Layout.of(tensor) == place.layout and tensor.device == self._backend.device:
+                found.append(Buffer(Tier.DEVICE, alias(local_of(tensor), place.layout.nbytes), DEVICE_OWNER))
+            else:
+                self._count([buffer], -1)  # the tensor is made independent, see `settle`
+        staged.buffers[parameter] = found
+        return moved
 
     def _drop_unused(self, staged: Staged) -> None:
         """Release what was prefetched and not asked for, and the chunk if nothing else of it is here."""
