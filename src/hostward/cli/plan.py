@@ -281,7 +281,8 @@ class Flags:
 
     def _fixed_words(self, fix: Fix) -> tuple[str, ...]:
         """Return the options with the fix; a model that `--config` describes has those of the state's dtypes alone."""
-        from hostward.trainer.plan_request import STATE_DTYPES, forces
+        from hostward.config.rules.combinations import STATE_OPTIONS
+        from hostward.trainer.plan_request import forces
 
         of_recipe = {
             "model.seq_length": fix.sequence_tokens,
@@ -290,7 +291,7 @@ class Flags:
             "ddp.data_parallel_sharding_strategy": "optim_grads_params" if fix.resharded else None,
         }
         changed = {option: value for option, value in of_recipe.items() if value and self.config is None}
-        changed |= {STATE_DTYPES[name]: dtype for name, dtype in fix.state_dtypes.items()}
+        changed |= {STATE_OPTIONS[name]: dtype for name, dtype in fix.state_dtypes.items()}
         names = {word: word.partition("=")[0] for word in self.words}
         kept = (w for w, name in names.items() if name not in changed and not (fix.unforced and forces(name)))
         return (*kept, *(f"{option}={value}" for option, value in changed.items()))
@@ -541,15 +542,16 @@ def _traced(path: Path, sequence: int | None, micro_batch: int | None, form: Sta
 def _state_format(words: tuple[str, ...]) -> StateFormat:
     """Return how state is stored by the options that go with `--config`; raise ConfigError for others."""
     from hostward.config.overrides import apply_overrides, split_word
+    from hostward.config.rules.combinations import STATE_OPTIONS
     from hostward.config.schema import Config
-    from hostward.trainer.plan_request import STATE_DTYPES, state_format
+    from hostward.trainer.plan_request import state_format
 
     config = apply_overrides(Config(), words)
     names = [f"{info.namespace}.{info.name}" for info, _ in map(split_word, words)]
-    if other := next((name for name in names if name not in STATE_DTYPES.values()), None):
+    if other := next((name for name in names if name not in STATE_OPTIONS.values()), None):
         raise ConfigError(
             f"{other} does not go with --config",
-            why=f"of a recipe's options it takes {', '.join(STATE_DTYPES.values())}; the file says what the model is",
+            why=f"of a recipe's options it takes {', '.join(STATE_OPTIONS.values())}; the file says what the model is",
             fix="leave it out, see the flags of hostward plan --help, or plan a recipe",
         )
     return state_format(config)

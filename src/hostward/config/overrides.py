@@ -119,7 +119,7 @@ def _require_unspaced(words: Sequence[str]) -> None:
     """Raise ConfigError for `optimizer.lr = 3`: three words arrive, each of them wrong for another reason."""
     for i, word in enumerate(words):
         before, after = words[max(0, i - 1) : i], words[i + 1 : i + 2]
-        if word in options() and after and "=" not in after[0]:
+        if word in options() and after and "=" not in after[0] and after[0] not in options():
             raise ConfigError(
                 f"{word} {after[0]} has a space between option and value",
                 why="an option and its value are one word of the command line",

@@ -128,13 +128,18 @@ def device_budget(gpu_bytes: int, gpus: int) -> int:
     return int(max(0, gpu_bytes - DEVICE_RESERVE_BYTES) / (1 + (POOLS_SHARE if gpus > 1 else 0)))
 
 
+def host_budget(memory_bytes: int) -> int:
+    """Return the memory of a host less a reserve, in bytes."""
+    return int(memory_bytes * (1 - HOST_RESERVE_SHARE))
+
+
 def default_budgets(hardware: Hardware, gpus: int) -> Budgets:
     """Return the machine's memory less a reserve, per GPU; no limit where the hardware file has none."""
     memory = hardware.limits.memory_bytes
     locked = hardware.limits.locked_bytes
     return Budgets(
         device_budget(hardware.gpu.memory_bytes, gpus) if hardware.gpu else None,
-        int(memory * (1 - HOST_RESERVE_SHARE)) // gpus if memory is not None else None,
+        host_budget(memory) // gpus if memory is not None else None,
         locked // gpus if locked is not None else None,
     )
 

@@ -39,7 +39,7 @@ from hostward.plan.memory_model import LOAD, STEADY_STEP, Needs, PhaseNeeds, req
 from hostward.plan.plan_file import PlanFile
 from hostward.plan.rank_partition import first_parts, required_of, sharded
 from hostward.plan.render import points_of
-from hostward.plan.result import HOST_RESERVE_SHARE, default_budgets, device_budget
+from hostward.plan.result import default_budgets, device_budget, host_budget
 from hostward.plan.search import Frontier, best_share
 from hostward.plan.solver import Forced
 from hostward.plan.step_memory import Owner
@@ -313,7 +313,7 @@ def fix_for_plan(free: Budgets, ranks: Ranks) -> str:
     if free.device_bytes is not None:
         limits["device"] = device_budget(free.device_bytes, ranks.size)
     if free.host_bytes is not None:
-        limits["host"] = int(free.host_bytes * ranks.local_size * (1 - HOST_RESERVE_SHARE))
+        limits["host"] = host_budget(free.host_bytes * ranks.local_size)
     words = [f"--gpus {ranks.size}"] if ranks.size > 1 else []
     words += [f"--{name}-memory {size_bytes // MIB}MiB" for name, size_bytes in limits.items()]
     return f"hostward plan with the same options and {' '.join(words)} --json FILE; --force starts anyway"

@@ -29,13 +29,6 @@ _OTHER_DIVISIONS = (
 )
 
 
-STATE_DTYPES = {
-    "exp_avg": "optimizer.exp_avg_dtype",
-    "exp_avg_sq": "optimizer.exp_avg_sq_dtype",
-    "main_param": "optimizer.main_params_dtype",
-}
-"""The option of each part of the optimizer's state, by its name in `state_dtypes` of AdamW."""
-
 _FORCING = (
     "model.cpu_offloading",
     "model.recompute_granularity",

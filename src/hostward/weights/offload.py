@@ -292,12 +292,16 @@ class OffloadedWeights:
 
     def require_no_backward(self, layer: str) -> None:
         """Raise OrderingError if a backward of another thread runs now: it would free what this forward reads."""
-        if self._ending is not None and self._ending() is not None and threading.get_ident() != self._trainer:
+        if self._backward_elsewhere():
             raise OrderingError(
                 f"layer {layer} is called in thread {threading.current_thread().name} during a backward of the model",
                 why="its weights are offloaded, and backward frees those of all layers but its own",
                 fix="let training and evaluation of the model wait for each other (a lock around each step)",
             )
+
+    def _backward_elsewhere(self) -> bool:
+        """Return whether a backward of the model runs for another thread than this one."""
+        return self._ending is not None and self._ending() is not None and threading.get_ident() != self._trainer
 
     def _beside(self, number: int, steps: int) -> int:
         """Return the layer so many steps further in the same run; -1: there is none."""
@@ -352,9 +356,7 @@ class OffloadedWeights:
         Raises:
             OrderingError: another thread runs the model now, and would free them meanwhile.
         """
-        me, forward = threading.get_ident(), bool(self._stack)
-        backward = self._ending is not None and self._ending() is not None
-        elsewhere = (forward and me != self._runner) or (backward and me != self._trainer)
+        elsewhere = (self._stack and threading.get_ident() != self._runner) or self._backward_elsewhere()
         if elsewhere and not self.residency.pinned and torch._C._current_graph_task_id() == -1:
             raise OrderingError(
                 f"an offloaded weight is used in thread {threading.current_thread().name} while another runs the model",

@@ -130,7 +130,12 @@ GRAPH_RULES = (
 PERMANENT, UNTIL_BUILT = Kind.PERMANENT, Kind.UNTIL_BUILT
 STATES, OVERLAP = "optimizer.offload_optimizer_states", "optimizer.overlap_cpu_optimizer_d2h_h2d"
 TORCH_STEP = "optimizer.use_torch_optimizer_for_cpu_offload"
-STATE_DTYPES = ("optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype", "optimizer.main_params_dtype")
+STATE_OPTIONS = {
+    "exp_avg": "optimizer.exp_avg_dtype",
+    "exp_avg_sq": "optimizer.exp_avg_sq_dtype",
+    "main_param": "optimizer.main_params_dtype",
+}
+"""The option of each part of the optimizer's state, by its name in `state_dtypes` of AdamW."""
 
 MODEL_RULES = (
     Rule(
@@ -249,10 +254,10 @@ OPTIMIZER_RULES = (
     Rule(
         "torch-optimizer-short-state",
         PERMANENT,
-        (TORCH_STEP, *STATE_DTYPES),
+        (TORCH_STEP, *STATE_OPTIONS.values()),
         lambda c, _: (
             c.optimizer.use_torch_optimizer_for_cpu_offload
-            and any(getattr(c.optimizer, name.removeprefix("optimizer.")) != "fp32" for name in STATE_DTYPES)
+            and any(getattr(c.optimizer, name.removeprefix("optimizer.")) != "fp32" for name in STATE_OPTIONS.values())
         ),
         "optimizer.use_torch_optimizer_for_cpu_offload=true with state in bf16 or fp8, which torch's step rounds to "
         "nearest, where it stalls, or does not take",
