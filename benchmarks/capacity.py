@@ -42,6 +42,7 @@ MOMENTS = {form: [f"optimizer.{name}_dtype={form}" for name in ("exp_avg", "exp_
 FORMATS = {
     "fp32": [],
     "bf16-moments": MOMENTS["bf16"],
+    "fp8-moments": MOMENTS["fp8"],
     "all-bf16": [*MOMENTS["bf16"], "optimizer.main_params_dtype=bf16"],
     "fp8-moments-bf16": [*MOMENTS["fp8"], "optimizer.main_params_dtype=bf16"],
 }

@@ -60,6 +60,7 @@ from typing import Any
 
 import torch
 
+from capacity import FORMATS
 from hostward import recipes
 from hostward.config.overrides import apply_overrides
 from hostward.runtime.backend import Tier
@@ -144,7 +145,7 @@ def _now() -> torch.cuda.Event:
     return event
 
 
-def row(a: argparse.Namespace, ranks: Ranks, length: int, fraction: float, mix: str) -> dict[str, Any]:
+def row(a: argparse.Namespace, ranks: Ranks, length: int, fraction: float, mix: str, form: str) -> dict[str, Any]:
     """Prepared, trained for --warmup and --steps iterations, measured, and let go."""
     words = [
         *a.options,
@@ -154,6 +155,7 @@ def row(a: argparse.Namespace, ranks: Ranks, length: int, fraction: float, mix: 
         f"train.train_iters={a.warmup + a.steps + 3}",
         "dataset.format=mock",
         f"model.deterministic_mode={a.deterministic}",
+        *FORMATS[form],
     ]
     if fraction:
         words += ["optimizer.optimizer_cpu_offload=True", f"optimizer.optimizer_offload_fraction={fraction}"]
@@ -195,11 +197,12 @@ def row(a: argparse.Namespace, ranks: Ranks, length: int, fraction: float, mix: 
     }
     if a.trace is not None and fraction:
         with loop.deterministic(a.deterministic), manual_gc_enabled(run.config.train):
-            traced(run, a.trace / f"{length}-{fraction}-{mix.replace('@', '-')}-rank{ranks.rank}.json")
+            traced(run, a.trace / f"{length}-{fraction}-{mix.replace('@', '-')}-{form}-rank{ranks.rank}.json")
     found = {
         "length": length,
         "fraction": fraction,
         "mix": mix,
+        "state": form,
         "status": "ok",
         "losses": [loss.hex() for loss in run.losses],
         "norms": [norm.hex() for norm in run.grad_norms],
@@ -332,6 +335,9 @@ def main() -> None:
         help="optimizer.offload_mix of rows with a fraction, @N: and N host threads; several: one row each",
     )
     parser.add_argument(
+        "--formats", nargs="+", default=["fp32"], choices=list(FORMATS), help="of the state, a row each"
+    )
+    parser.add_argument(
         "--warmup", type=int, default=7, help="staging is settled after the third step, and paced after the fifth"
     )
     parser.add_argument("--steps", type=int, default=6)
@@ -353,11 +359,14 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for length in a.lengths:
         fractions = dict.fromkeys([0.0, *a.fractions])  # in the order given: the time limit takes the last ones
-        for fraction, mix in [(f, m) for f in fractions for m in (a.mix.split(",") if f else ["auto"])]:
+        with_offloading = [(m, form) for m in a.mix.split(",") for form in a.formats]
+        for fraction, mix, form in [
+            (f, *how) for f in fractions for how in (with_offloading if f else [("auto", "fp32")])
+        ]:
             if max(ranks.gather(time.monotonic() - began_s)) > a.time_limit_s:
                 continue
             roofs = measured_roofs(ranks)
-            rows.append(row(a, ranks, length, fraction, mix) | {"roofs": roofs})
+            rows.append(row(a, ranks, length, fraction, mix, form) | {"roofs": roofs})
             gc.collect()
             torch.cuda.empty_cache()
             derive(rows, deterministic=a.deterministic)
@@ -377,7 +386,7 @@ def main() -> None:
 def show(r: dict[str, Any]) -> None:
     roofs = r["roofs"]
     print(
-        f"{r['length']:>6} {r['fraction']:>5.2f} {r['mix']:>7}  step {r['step_s'] * 1e3:7.1f} ms  "
+        f"{r['length']:>6} {r['fraction']:>5.2f} {r['mix']:>7} {r['state']:>12}  step {r['step_s'] * 1e3:7.1f} ms  "
         f"ratio {r['ratio']:5.3f}  "
         f"floor {r['floor_ratio']:5.3f}, both {r['floor_both_ways_ratio']:5.3f}, held {r['floor_held_ratio']:5.3f}  "
         f"device {r['device_bytes'] / GIB:6.1f} ({r['reserved_bytes'] / GIB:.1f}) GiB  "

@@ -12,6 +12,7 @@ rounded after each step, which is what such a kernel would store.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -62,8 +63,8 @@ register_optimizer_step_post_hook(rounded)
 PROGRAM = "\nimport runpy\nrunpy.run_module('hostward', run_name='__main__', alter_sys=True)\n"
 
 
-def run(arguments: argparse.Namespace, name: str, seed: int) -> list[float]:
-    """The losses of one run."""
+def run(arguments: argparse.Namespace, name: str, seed: int, device: int) -> list[float]:
+    """The losses of one run, which sees one of the GPUs if there are any."""
     options, nearest = FORMATS[name]
     iterations = arguments.iterations
     steps = [f"train.train_iters={iterations}", f"scheduler.lr_decay_iters={iterations}", "logger.log_interval=100"]
@@ -71,7 +72,8 @@ def run(arguments: argparse.Namespace, name: str, seed: int) -> list[float]:
         words = ["train", "--recipe", arguments.recipe, "--run-dir", folder, *SETTINGS, *arguments.options, *steps]
         words += [f"rng.seed={seed}", *options]
         command = [sys.executable, "-c", (NEAREST if nearest else "") + PROGRAM, *words]
-        subprocess.run(command, check=True, stdout=sys.stderr, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        seen = {"CUDA_VISIBLE_DEVICES": str(device)} if arguments.gpus else {}
+        subprocess.run(command, check=True, stdout=sys.stderr, env={**os.environ, "OMP_NUM_THREADS": "1", **seen})
         losses: list[float] = json.loads((Path(folder) / "report.json").read_text())["losses"]
     return losses
 
@@ -115,12 +117,17 @@ def main() -> None:
         "--formats", nargs="+", default=list(FORMATS), choices=FORMATS, help="fp32 is always among them"
     )
     parser.add_argument("--at-once", type=int, default=1, help="runs at a time")
+    parser.add_argument("--gpus", type=int, default=0, help="each run takes the next of so many; 0: as the recipe says")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     seeds = range(FIRST_SEED, FIRST_SEED + arguments.seeds)
     names = list(dict.fromkeys(["fp32", *arguments.formats]))
+    turns = itertools.count()
     with ThreadPoolExecutor(arguments.at_once) as pool:
-        runs = {n: [pool.submit(run, arguments, n, seed) for seed in seeds] for n in names}
+        runs = {
+            n: [pool.submit(run, arguments, n, seed, next(turns) % max(arguments.gpus, 1)) for seed in seeds]
+            for n in names
+        }
         losses = {name: [each.result() for each in of_name] for name, of_name in runs.items()}
     found = {
         **describe(),

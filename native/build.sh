@@ -15,11 +15,13 @@ trap 'rm -rf "$objects"' EXIT
 sanitize=${HOSTWARD_SANITIZE:+-g -fsanitize=$HOSTWARD_SANITIZE -fno-sanitize-recover=all}
 flags="-std=c++17 -O3 -fPIC -Wall -Wextra -fvisibility=hidden -ffp-contract=off -fno-fast-math -fno-math-errno -fno-trapping-math \
 -fno-strict-aliasing -I$here/include -I$here/src"
+compilers=
 compile() { # SOURCE FLAGS...
     source=$1
     shift
     # shellcheck disable=SC2086
-    "$cxx" $flags $sanitize "$@" -c "$here/src/$source.cpp" -o "$objects/$source.o"
+    "$cxx" $flags $sanitize "$@" -c "$here/src/$source.cpp" -o "$objects/$source.o" &
+    compilers="$compilers $!"
 }
 
 for source in accumulate adamw clocked copy isa issue memory norm; do compile "$source"; done
@@ -31,6 +33,7 @@ x86_64)
     ;;
 aarch64) compile kernels_neon ;;
 esac
+for compiler in $compilers; do wait "$compiler"; done # the first that failed ends this script
 # shellcheck disable=SC2086
 "$cxx" $sanitize -shared -Wl,--version-script="$here/exports.map" -o "$out/.libhostward_native.so.new" "$objects"/*.o -pthread
 # Renamed, not overwritten: a process that has the old one open keeps it whole.
