@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run tests/gpu: tests of one GPU spread over this machine's GPUs, then those of two.
 #
-#     scripts/gpu_tests.sh FOLDER      # FOLDER gets what each part printed; PYTEST_WORKERS=8 for each GPU
+#     scripts/gpu_tests.sh FOLDER      # FOLDER gets what each part printed; PYTEST_WORKERS=8 for each GPU; GPUS=2: the first two
 #
 # Tests measure the memory of their GPU, so those with the same temporary folder wait for one another: each part has its
 # own. Exits with 1 if a part fails.
@@ -10,14 +10,14 @@ cd "$(dirname "$0")/.."
 out=${1:?the folder for what the parts print}
 mkdir -p "$out"
 two=(ranks_on_devices ranks_that_end sharded_weights_on_device native_launch)
-gpus=$(nvidia-smi --list-gpus | wc -l)
+gpus=${GPUS:-$(nvidia-smi --list-gpus | wc -l)}
 failed=0
 
 part() { # NAME DEVICES WORKERS FILE...
     local name=$1 devices=$2 workers=$3 temp code
     shift 3
     temp=$(mktemp -d)
-    TMPDIR=$temp CUDA_VISIBLE_DEVICES=$devices python3 -m pytest -q -p no:benchmark -n "$workers" --dist loadfile \
+    TMPDIR=$temp CUDA_VISIBLE_DEVICES=$devices python3 -m pytest -q -p no:benchmark -p no:cacheprovider -n "$workers" --dist loadfile \
         --durations 12 "$@" >"$out/$name.txt" 2>&1
     code=$?
     rm -rf "$temp"
