@@ -36,7 +36,10 @@ from training_row import STATES, row_options
 from machine import describe
 
 RESULTS = Path(__file__).parent / "results"
-_ROW = re.compile(rf"(?:(?:host|streamed|auto|mix[\d.]+):)?[\d.]+(?:\+(?:{'|'.join(STATES)}))?")
+_ROW = re.compile(
+    rf"(?:(?:host|streamed|auto|mix[\d.]+):)?[\d.]+(?:\+(?:{'|'.join(STATES)}))?(?:\+calm(?:\+early[\d.]*)?)?"
+)
+"""Steps of which every one clips are not predicted with steps during backward, which then wait for the norm."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,9 @@ def step_rows(name: str, content: dict[str, Any], speeds: Speeds) -> Iterator[Ro
         placed = row.get("placed_parameters")
         if row.get("status") != "ok" or placed is None or not _ROW.fullmatch(row["row"]):
             continue
-        of = workload(shape, row["tokens"], sequence, row_options(row["row"].replace(":best", ":1")))
+        options = row_options(row["row"].replace(":best", ":1"))
+        of = workload(shape, row["tokens"], sequence, options)
+        of = replace(of, step_early=options.early if options else 0.0)
         away = placed["host"] + placed["streamed"]
         plan = place_fraction(
             of.inventory.buckets, away / of.inventory.numel, placed["streamed"] / away if away else 0.0

@@ -18,6 +18,7 @@ import pytest
 from cli_runs import ROOT, SMALL
 from run_fixtures import Cli
 
+from hostward.core.units import MIB
 from hostward.plan import plan_file
 from hostward.plan.hardware_profile import PROFILES, profile
 
@@ -342,6 +343,30 @@ def test_a_cap_on_locked_pages_is_kept_by_locking_less(cli: Cli, tmp_path: Path)
     plan = json.loads(path.read_text())
     assert (plan["pin_gradients"], plan["pin_weights"]) == (False, False)
     assert plan["predicted"]["pinned_bytes"] < 2.1 * (1 << 20) < plan["predicted"]["host_bytes"]
+
+
+def test_steps_during_backward_are_planned_and_taken_back(cli: Cli, tmp_path: Path) -> None:
+    """Seen red: the fix left the flag in the command."""
+    path, words = tmp_path / "plan.json", [*TINY, "--place", "*=host"]
+    found = cli("plan", *words, "--step-early", "0.5", "--json", path)
+    assert found.code == 0
+    assert "50% of CPU-stepped state is stepped during backward, into a second set on the host" in found.out
+    plan = json.loads(path.read_text())
+    assert plan["step_early"] == 0.5
+    needed = plan["predicted"]["host_bytes"] // MIB
+    short = [*words, "--step-early", "0.5", "--host-memory", f"{needed - 1}MiB"]
+    found = cli("plan", *short)
+    assert found.code == 1
+    fix = next(line for line in found.out.splitlines() if line.startswith("    hostward plan") and "early" not in line)
+    assert "no CPU optimizer steps during backward" in found.out
+    assert cli(*shlex.split(fix)[1:]).code == 0
+    option = ["optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_offload_fraction=1.0"]
+    found = cli("plan", *TINY, *option, "optimizer.step_early=1", "--host-memory", f"{needed - 1}MiB")
+    assert found.code == 1
+    fix = next(line for line in found.out.splitlines() if line.startswith("    hostward plan") and "early" not in line)
+    assert "optimizer_offload_fraction" in fix
+    refused = cli("plan", *words, "--step-early", "1.5")
+    assert refused.code == 2
 
 
 def test_two_plans_are_compared(cli: Cli, tmp_path: Path) -> None:

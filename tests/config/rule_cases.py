@@ -249,6 +249,18 @@ COMBINATION_CASES: dict[str, tuple[str, str, int, str]] = {
             "replays copy to fixed addresses"
         ),
     ),
+    "graphs-early": (
+        DENSE,
+        (
+            "model.cuda_graph_impl=full_iteration optimizer.optimizer_cpu_offload=true "
+            "optimizer.optimizer_offload_fraction=1.0 optimizer.step_early=1"
+        ),
+        1,
+        (
+            "model.cuda_graph_impl=full_iteration with optimizer.step_early=1.0: gradients leave when the graph has "
+            "ended, so nothing is stepped during backward"
+        ),
+    ),
     "graphs-gradients": (
         DENSE,
         (
@@ -335,6 +347,33 @@ COMBINATION_CASES: dict[str, tuple[str, str, int, str]] = {
         ("optimizer.optimizer_cpu_offload=true optimizer.gradients=host optimizer.overlap_cpu_optimizer_d2h_h2d=false"),
         1,
         "optimizer.gradients=host without the overlap: gradients accumulated on the host are offloaded during backward",
+    ),
+    "serial-early": (
+        TINY,
+        ("optimizer.optimizer_cpu_offload=true optimizer.step_early=0.5 optimizer.overlap_cpu_optimizer_d2h_h2d=false"),
+        1,
+        (
+            "optimizer.step_early=0.5 without the overlap: it makes CPU optimizer steps during backward, by hostward's "
+            "own kernel"
+        ),
+    ),
+    "early-sums": (
+        TINY,
+        "optimizer.optimizer_cpu_offload=true optimizer.step_early=0.5 optimizer.gradients=host",
+        1,
+        (
+            "optimizer.step_early=0.5 with optimizer.gradients=host: gradients that are accumulated on the host are "
+            "final only after the last addition"
+        ),
+    ),
+    "early-scaled": (
+        TINY,
+        "optimizer.optimizer_cpu_offload=true optimizer.step_early=0.5 model.params_dtype=fp16",
+        1,
+        (
+            "optimizer.step_early=0.5 with model.params_dtype=fp16: gradients are divided by the loss scale, and steps "
+            "are guessed for gradients that are not scaled"
+        ),
     ),
     "overlap-of-nothing": (
         TINY,

@@ -38,7 +38,7 @@ OPTION_NAMES = {
         "optimizer lr min_lr weight_decay adam_beta1 adam_beta2 adam_eps clip_grad "
         "exp_avg_dtype exp_avg_sq_dtype main_params_dtype decoupled_weight_decay "
         "optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d "
-        "use_torch_optimizer_for_cpu_offload gradients pin_cpu_grads pin_cpu_params offload_mix "
+        "use_torch_optimizer_for_cpu_offload gradients pin_cpu_grads pin_cpu_params offload_mix step_early "
         "offload_optimizer_states "
         "optimizer_state_offload_fraction optimizer_state_offload_chunk_size_mb host_threads"
     ),

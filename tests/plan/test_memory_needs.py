@@ -89,6 +89,26 @@ def test_page_locked_bytes_follow_the_switches(mix: str, pins: tuple[bool, bool]
     assert sum(locked.values()) + WORKSPACES == optimizer.backend.ledger.pinned_bytes
 
 
+@pytest.mark.parametrize("share", [0.4, 1.0])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("mix", ["host", "mixed"])
+def test_a_second_set_of_the_state_takes_the_host_bytes_that_were_told(mix: str, dtype: str, share: float) -> None:
+    """Seen red: one set of weights counted."""
+    workload = replace(work(dtype), step_early=share)
+    optimizer = hostward.AdamW(
+        built("Llama", "cpu", DTYPES[dtype], num_hidden_layers=4), step_early=share, **MIXES[mix]
+    )
+    choice = kept(workload, optimizer)
+    needs = required(workload, choice).phase(LOAD)
+    host = {k: v for k, v in needs.host.items() if k != "workspaces"}
+    assert sum(host.values()) + WORKSPACES == held(optimizer, Tier.HOST)
+    locked = {k: v for k, v in needs.pinned.items() if k != "workspaces"}
+    assert sum(locked.values()) + WORKSPACES == optimizer.backend.ledger.pinned_bytes
+    once = required(work(dtype), choice).phase(LOAD)
+    assert needs.host_bytes > once.host_bytes
+    assert needs.device == once.device
+
+
 @pytest.mark.parametrize("mode", ["stream", "snapshot"])
 def test_a_save_takes_the_host_bytes_that_were_told(mode: str, tmp_path: Path) -> None:
     workload, model = work(), built("Llama", "cpu", torch.bfloat16, num_hidden_layers=4)

@@ -79,6 +79,33 @@ def test_what_is_not_page_locked_is_in_the_plan(switch: str) -> None:
     assert PlanFile.from_json(json.dumps(content)) == PLAN
 
 
+def test_what_is_stepped_during_backward_is_in_the_plan() -> None:
+    plan = made(replace(WORKLOAD, step_early=0.5), CHOICE)
+    found = PlanFile.from_json(plan.to_json())
+    assert found.step_early == 0.5
+    assert found.choice(WORKLOAD) == CHOICE
+    assert found.predicted.host_bytes > PLAN.predicted.host_bytes
+    assert "step_early: 0 -> 0.5" in plan_file.differences(PLAN, found)
+    content = json.loads(PLAN.to_json())
+    del content["step_early"]
+    assert PlanFile.from_json(json.dumps(content)) == PLAN
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"step_early": 1.5}, "step_early is 1.5, not in [0, 1]"),
+        ({"step_early": 0.5, "gradients_on_host": True}, "step_early is set, and gradients_on_host is true"),
+    ],
+)
+def test_a_share_that_nothing_can_step_is_refused(changed: dict[str, object], why: str) -> None:
+    """Seen red: a plan that no optimizer takes was read."""
+    content = json.loads(PLAN.to_json()) | changed
+    with pytest.raises(ConfigError) as caught:
+        PlanFile.from_json(json.dumps(content))
+    assert why in str(caught.value)
+
+
 def test_its_bytes_and_seconds_are_the_models() -> None:
     needs = required(WORKLOAD, CHOICE)
     assert PLAN.predicted.device_peak_bytes == needs.device_peak_bytes

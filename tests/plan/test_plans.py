@@ -240,6 +240,21 @@ def test_no_predicted_step_is_shorter_than_what_was_known_before(
     assert sum(least > 0.7 * step_s for least, step_s in found) >= len(found) // 2
 
 
+@pytest.mark.parametrize(("share", "microbatches"), [(0.5, 1), (1.0, 3)])
+def test_no_predicted_step_with_steps_during_backward_is_shorter_than_its_bound(
+    share: float, microbatches: int
+) -> None:
+    """Seen red: all CPU optimizer steps counted after the norm, and gradients accumulated on the host."""
+    of = Frontier(replace(llama(layers=6, microbatches=microbatches), step_early=share), H200, required)
+    assert of.best_at_last(Budgets(12 * GIB)) is not None
+    found = [
+        (least_s(c.costs, c.choice, c.needs), predict_of(c.costs, c.choice, c.needs).step_s) for c in of.candidates
+    ]
+    assert all(least <= step_s for least, step_s in found)
+    assert sum(c.costs.moved(c.choice).guessed_s > 0 for c in of.candidates) > len(found) // 4
+    assert not any(c.choice.gradients_on_host for c in of.candidates)
+
+
 @given(budgets, st.booleans())
 @settings(deadline=None)
 def test_what_is_found_by_bounds_is_the_first_of_all(asked: Budgets, several: bool) -> None:

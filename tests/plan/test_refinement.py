@@ -127,7 +127,7 @@ def every_choice(workload: Workload) -> Iterator[Choice]:
                 placements[i] = row.placement
             choice = Choice(tuple(placements), keeps, names)
             yield choice
-            if workload.microbatches > 1 and Placement.HOST in placements:
+            if workload.microbatches > 1 and Placement.HOST in placements and not workload.step_early:
                 yield replace(choice, gradients_on_host=True)
 
 
@@ -150,13 +150,13 @@ class Known:
 
 
 @cache
-def known(of: tuple[int, int, int, bool], machine: str, host: float) -> Known:
+def known(of: tuple[int, int, int, bool], machine: str, host: float, early: float = 0.0) -> Known:
     layers, hidden, sequence, several = of
     workload = llama(
         layers=layers, hidden=hidden, ffn=4 * hidden, heads=8, kv_heads=2, vocab=8000, sequence=sequence, batch=1,
         microbatches=2 if several else 1, cap=4 * hidden * hidden,
     )  # fmt: skip
-    return Known(workload, machine, host)
+    return Known(replace(workload, step_early=early), machine, host)
 
 
 @given(
@@ -213,11 +213,27 @@ def test_what_random_models_and_limits_found_once(
     require_fastest(of, machine, device, host)
 
 
+@pytest.mark.parametrize("early", [0.5, 1.0])
+@pytest.mark.parametrize(
+    ("of", "machine", "device", "host"),
+    [
+        ((2, 1024, 2048, False), ("h100", 0.25), 0.248, 0.703),
+        ((2, 1536, 1024, True), ("h200", 0.5), 0.232, None),
+        ((2, 2048, 4096, False), ("a100-80gb", 0.5), 0.577, 0.5),
+        ((3, 512, 2048, False), ("rtx-4090", 0.25), 0.21, None),
+    ],
+)
+def test_none_is_faster_with_steps_during_backward(
+    of: tuple[int, int, int, bool], machine: tuple[str, float], device: float, host: float | None, early: float
+) -> None:
+    require_fastest(of, machine, device, host, early)
+
+
 def require_fastest(
-    of: tuple[int, int, int, bool], machine: tuple[str, float], device: float, host: float | None
+    of: tuple[int, int, int, bool], machine: tuple[str, float], device: float, host: float | None, early: float = 0.0
 ) -> None:
     """Require that no choice is faster than the plan, and that training supports that."""
-    every = known(of, *machine)
+    every = known(of, *machine, early)
     limit = int(every.least_bytes + device * (every.most_bytes - every.least_bytes))
     budgets = Budgets(limit, None if host is None else int(host * every.host_bytes))
     best = every.fastest(budgets)

@@ -15,9 +15,19 @@ import pytest
 from hypothesis import given, settings
 from workload_cases import all_device, chosen, llama
 
+from hostward.core.host_limits import Rates
 from hostward.core.inventory import Inventory
 from hostward.errors import ConfigError
-from hostward.plan.cost_model import EXCHANGE_TRAFFIC, HOST_STEP_BYTES, Costs, Speeds, balanced_share, speeds_of
+from hostward.plan.cost_model import (
+    EXCHANGE_TRAFFIC,
+    GUESS_SECONDS,
+    HOST_STEP_BYTES,
+    Costs,
+    Speeds,
+    balanced_share,
+    measured,
+    speeds_of,
+)
 from hostward.plan.decisions import Choice, Keep
 from hostward.plan.hardware_profile import PROFILES, profile
 from hostward.plan.lane_simulator import Queue
@@ -222,6 +232,48 @@ def test_hidden_offloading_says_so() -> None:
     nothing = replace(found, step_s=found.compute_s + 1e-9)
     assert explain(costs, choice, nothing) == ["all of the offloading overlaps with compute"]
     assert explain(costs, choice, replace(found, step_s=found.compute_s + 1e-4))[0].startswith("all but 0.10 ms of")
+
+
+@pytest.mark.parametrize("row", ["host:1+calm+early", "mix0.2:1+calm+early", "mix0.35:1+calm+early"])
+def test_rows_stepped_during_backward_are_within_a_tenth(row: str) -> None:
+    """With the rates that were measured in the same run. Seen red: guesses as fast as steps in place."""
+    content = json.loads((RESULTS / "2026-11-28-step-early-calm-h200.json").read_text())
+    rows = {found["row"]: found for found in content["rows"]}
+    speeds = measured(H200, Rates(**rows["auto:1+calm"]["rates"]))
+    placed = rows[row]["placed_parameters"]
+    share = placed["streamed"] / (placed["streamed"] + placed["host"])
+    workload = replace(llama(), step_early=1.0)
+    found = predict(workload, chosen(workload, 1.0, share, CHECKPOINTED), speeds)
+    assert found.step_s == pytest.approx(rows[row]["step_s"], rel=0.1)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.7, 1.0])
+def test_steps_during_backward_use_the_time_in_which_the_cpu_was_idle(share: float) -> None:
+    """Seen red: uploads that did not wait for the norm, and guesses counted after it as well."""
+    workload = llama()
+    choice = chosen(workload, 1.0, 0.0, CHECKPOINTED)
+    after, during = (predict(replace(workload, step_early=of), choice, H200) for of in (0.0, share))
+    assert during.step_s < after.step_s
+    in_place_s = after.busy_s[Queue.HOST]
+    guessed_s = (during.busy_s[Queue.HOST] - in_place_s) / (GUESS_SECONDS - 1)
+    assert guessed_s == pytest.approx(share * in_place_s, rel=0.05)
+    assert during.step_s >= max(during.busy_s[Queue.HOST], after.compute_s)
+    # No gradients come early where the device keeps none of them for the CPU.
+    alone = chosen(workload, 1.0, 1.0, CHECKPOINTED)
+    assert predict(replace(workload, step_early=share), alone, H200) == predict(workload, alone, H200)
+
+
+def test_layers_with_weights_on_the_host_are_not_stepped_during_backward() -> None:
+    """As in training. Seen red: they were."""
+    workload = llama()
+    names = frozenset(layer.name for layer in workload.repeated)
+    choice = replace(chosen(workload, 1.0, 0.0, CHECKPOINTED), offloaded_weights=names)
+    after, during = (predict(replace(workload, step_early=of), choice, H200) for of in (0.0, 1.0))
+    moved = Costs(replace(workload, step_early=1.0), H200).moved(choice)
+    guessed = [u for u, early in zip(moved.offloaded, moved.guessed, strict=True) if early]
+    assert {unit.layer for unit in guessed} == {layer.name for layer in workload.layers} - names
+    longer_s = (GUESS_SECONDS - 1) * sum(unit.host_s for unit in guessed)
+    assert during.busy_s[Queue.HOST] - after.busy_s[Queue.HOST] == pytest.approx(longer_s)
 
 
 def test_short_waits_are_told_in_milliseconds() -> None:

@@ -41,6 +41,8 @@ PLACEMENTS = {
     "summed on the host": [*offloaded(1), "optimizer.gradients=host"],
     "half summed, mixed": [*offloaded(0.6), "optimizer.gradients=host", "optimizer.offload_mix=0.3"],
     "mixed by rates": [*offloaded(1), "optimizer.offload_mix=auto"],
+    "stepped in backward": [*offloaded(1), "optimizer.step_early=0.6"],
+    "mixed, stepped in backward": [*offloaded(0.8), "optimizer.offload_mix=0.3", "optimizer.step_early=1"],
     "unpinned": [*offloaded(1), "optimizer.pin_cpu_grads=False", "optimizer.pin_cpu_params=False"],
 }
 

@@ -74,6 +74,33 @@ def test_a_plan_that_locks_less_is_carried_out(small: Workload) -> None:
     assert pinned[0] == 12 < pinned[1]
 
 
+def test_a_plan_with_steps_during_backward_is_carried_out(small: Workload) -> None:
+    """Seen red: the plan's bytes counted one set of the state, and the optimizer had one."""
+    choice = Choice((Placement.HOST,) * len(small.inventory.buckets), (Keep.KEEP,) * len(small.repeated))
+    config = apply_overrides(recipes.load(TINY), [*SMALL, BF16])
+    words = "optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_offload_fraction=1.0"
+    assert workload(*words, "optimizer.step_early=0.5").step_early == 0.5
+    early, late = plan(replace(small, step_early=0.5), choice), plan(small, choice)
+    asked = with_plan(config, early)
+    assert asked.optimizer.step_early == 0.5
+    model = build_model(config, vocab_size=ByteTokenizer.vocab_size, device="cpu", dtype=torch.bfloat16, seed=1)
+    held = []
+    for made in (early, late):
+        optimizer = hostward.AdamW(model, plan=made, backend=SimulatedBackend(threads=1))
+        held.append(optimizer.backend.ledger.total_bytes(Tier.HOST))
+    assert held[0] - held[1] == early.predicted.host_bytes - late.predicted.host_bytes > 0
+    for made, share in ((late, 0.5), (early, True)):
+        with pytest.raises(ConfigError, match="the plan counts on") as caught:
+            hostward.AdamW(model, plan=made, step_early=share, backend=SimulatedBackend(threads=1))
+        assert f"optimizer.step_early={float(share):g}" in caught.value.fix
+    hostward.AdamW(model, plan=early, step_early=0.5, backend=SimulatedBackend(threads=1))
+    with pytest.raises(ConfigError, match="step_early with overlap=False"):
+        hostward.AdamW(model, plan=early, overlap=False, backend=SimulatedBackend(threads=1))
+    by_option = apply_overrides(config, ["optimizer.optimizer_cpu_offload=True", "optimizer.step_early=1"])
+    with pytest.raises(ConfigError, match="--plan and optimizer"):
+        with_plan(by_option, early)
+
+
 @pytest.fixture(scope="module")
 def small() -> Workload:
     return workload()

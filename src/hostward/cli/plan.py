@@ -101,6 +101,16 @@ Pinned = Annotated[str | None, typer.Option("--pinned-memory", metavar="SIZE", h
 NoPin = Annotated[
     bool, typer.Option("--no-pin", help="With a CPU optimizer step neither gradients nor weights are pinned.")
 ]
+StepEarly = Annotated[
+    float | None,
+    typer.Option(
+        "--step-early",
+        metavar="SHARE",
+        min=0.0,
+        max=1.0,
+        help="CPU optimizer steps during backward, of so much of the CPU's share (optimizer.step_early).",
+    ),
+]
 HardwareName = Annotated[
     str | None,
     typer.Option(
@@ -162,6 +172,7 @@ def plan(
     host_memory: Host = None,
     pinned_memory: Pinned = None,
     no_pin: NoPin = False,
+    step_early: StepEarly = None,
     hardware: HardwareName = None,
     gpus: Gpus = "1",
     place: Place = None,
@@ -190,7 +201,7 @@ def plan(
 
     require_scipy()
     places, keeps = tuple(place or ()), tuple(keep or ())
-    given = hardware, gpus, device_memory, host_memory, pinned_memory, no_pin, places, keeps, weights
+    given = hardware, gpus, device_memory, host_memory, pinned_memory, no_pin, step_early, places, keeps, weights
     flags = Flags(tuple(words or ()), recipe, config, sequence, batch, micro_batch, reshard, *given)
     counts = flags.counts()
     if len(counts) > 1 and (plot is not None or json_file is not None or why_not):
@@ -238,6 +249,7 @@ class Flags:
     host_memory: str | None
     pinned_memory: str | None
     no_pin: bool
+    step_early: float | None
     place: tuple[str, ...]
     keep: tuple[str, ...]
     weights: int | None
@@ -263,6 +275,7 @@ class Flags:
         given: dict[str, Any] = {f"{name}_memory": size_option(size) for name, size in sizes.items() if size}
         given |= {"gpus": str(fix.gpus)} if fix.gpus else {}
         given |= {"no_pin": True} if fix.unpinned else {}
+        given |= {"step_early": None} if fix.none_early else {}
         given |= {"place": (), "keep": (), "weights": None} if fix.unforced else {}
         given["words"] = self._fixed_words(fix)
         if self.config is None:
@@ -293,7 +306,8 @@ class Flags:
         changed = {option: value for option, value in of_recipe.items() if value and self.config is None}
         changed |= {STATE_OPTIONS[name]: dtype for name, dtype in fix.state_dtypes.items()}
         names = {word: word.partition("=")[0] for word in self.words}
-        kept = (w for w, name in names.items() if name not in changed and not (fix.unforced and forces(name)))
+        gone = {*changed, *({"optimizer.step_early"} if fix.none_early else ())}
+        kept = (w for w, name in names.items() if name not in gone and not (fix.unforced and forces(name)))
         return (*kept, *(f"{option}={value}" for option, value in changed.items()))
 
     def command(self, written: Mapping[str, Path | None]) -> str:
@@ -348,6 +362,8 @@ class Flags:
                 whole, workload, forced, phases = _of_recipe(name, options, count, speeds_of(machine, count))
             if self.no_pin:
                 whole, workload = (replace(w, pin_gradients=False, pin_weights=False) for w in (whole, workload))
+            if self.step_early is not None:
+                whole, workload = (replace(w, step_early=self.step_early) for w in (whole, workload))
             forced = forced_by_hand(workload, forced, chosen)
             budgets = replace(budgets, phases=phases)
             # Of several GPUs with all parameters each no plan is made.

@@ -239,6 +239,11 @@ class OptimizerConfig(Options):
         "Share of the offloaded state that is streamed, in [0, 1]; auto: by measured rates. None: the CPU steps all.",
         words=("auto",),
     )
+    step_early: float = option(
+        0.0,
+        "Share of the host share that is stepped during backward, into a second set of its state on the host, in "
+        "[0, 1].",
+    )
     offload_optimizer_states: bool = option(
         False,
         "Offload state and step it on the GPU (streamed). With optimizer_cpu_offload: a share of the remaining state.",

@@ -290,7 +290,9 @@ def step_speed(bucket: Bucket) -> float:
     return HOST_STEP_BYTES / (HOST_STEP_BYTES - saved)
 
 
-def streamed_share_of(bucket: Bucket, rates: Rates, ahead: float | None = None) -> float:
+def streamed_share_of(
+    bucket: Bucket, rates: Rates, ahead: float | None = None, early: tuple[float, float] = (0.0, 0.0)
+) -> float:
     """Return `streamed_share` of buckets like this one; `rates` are those of fp32 moments."""
     faster = step_speed(bucket)
     rates = replace(
@@ -299,10 +301,18 @@ def streamed_share_of(bucket: Bucket, rates: Rates, ahead: float | None = None) 
         busy_host_parameters_per_s=rates.busy_host_parameters_per_s * faster,
     )
     weight_bytes = bucket.dtype.itemsize_bytes
-    return streamed_share(rates, state_bytes=bucket.state_element_bytes, weight_bytes=weight_bytes, ahead=ahead)
+    state_bytes = bucket.state_element_bytes
+    return streamed_share(rates, state_bytes=state_bytes, weight_bytes=weight_bytes, ahead=ahead, early=early)
 
 
-def streamed_share(rates: Rates, *, state_bytes: int, weight_bytes: int, ahead: float | None = None) -> float:
+def streamed_share(
+    rates: Rates,
+    *,
+    state_bytes: int,
+    weight_bytes: int,
+    ahead: float | None = None,
+    early: tuple[float, float] = (0.0, 0.0),
+) -> float:
     """Return the share s of offloaded parameters to stream for the shortest step (bytes are per parameter).
 
     Once the norm is known the CPU step and the copies start together, and slow one another down until one of them has
@@ -315,6 +325,8 @@ def streamed_share(rates: Rates, *, state_bytes: int, weight_bytes: int, ahead: 
         ahead: share of the offloaded state that can be prefetched during backward. None: not known; then prefetch
             and
             weights are left out, which compensate one another in part.
+        early: share of the CPU steps that is made during backward (`step_early`), and the largest share of the
+            parameters for which there is time then.
     """
     early_bytes = 0.0 if ahead is None else ahead * state_bytes
 
@@ -324,7 +336,8 @@ def streamed_share(rates: Rates, *, state_bytes: int, weight_bytes: int, ahead: 
         if ahead is not None:
             reads += (1 - s) * weight_bytes
         one_way_s = 0.0 if ahead is None else max(reads, writes) / rates.d2h_bytes_per_s
-        return (1 - s) / host_per_s, max((reads + writes) / duplex_per_s, one_way_s)
+        stepped = (1 - s) - min(early[0] * (1 - s), early[1])
+        return stepped / host_per_s, max((reads + writes) / duplex_per_s, one_way_s)
 
     def until_both_end_s(s: float) -> float:
         beside = seconds(s, rates.busy_host_parameters_per_s, rates.busy_duplex_bytes_per_s)

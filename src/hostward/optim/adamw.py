@@ -54,7 +54,7 @@ from hostward.optim.offloaded_grad import Where
 from hostward.optim.op_binding import Memory
 from hostward.optim.param_groups import (
     check_blocks,
-    check_count,
+    check_counts,
     check_grad_dtype,
     check_group,
     check_keys,
@@ -346,13 +346,13 @@ class AdamW(torch.optim.Optimizer):
         self._backend, self._use_torch_optimizer = checked_backend(backend), use_torch_optimizer
         self.state_format = checked_form(state_dtypes, use_torch_optimizer)
         self._sums_on_host = sums_on_host(self._mix.gradients, overlap=self._overlap, grad_dtype=grad_dtype)
-        self._step_early = checked_early(step_early, overlap=self._overlap, sums_on_host=self._sums_on_host)
+        early, sums = self._mix.early(step_early), self._sums_on_host
+        self._step_early = checked_early(early, overlap=self._overlap, sums_on_host=sums)
         self._grad_dtype = torch.float32 if self._sums_on_host else grad_dtype
         self._summed: frozenset[int] = frozenset()
         self.tied = checked_tied(tied, stages, sums_on_host=self._sums_on_host)
-        check_count("host_threads", host_threads)
         self._staging_bytes = self._mix.staging_bytes if staging_bytes is None else staging_bytes
-        check_count("staging_bytes", self._staging_bytes)
+        check_counts(host_threads=host_threads, staging_bytes=self._staging_bytes)
         self._tracked: list[ParamRecord] = []
         self._states: list[BucketState] = []
         self._placements: list[PlacedBucket] = []

@@ -301,10 +301,11 @@ def check_grad_dtype(dtype: object, parameters: Mapping[str, torch.Tensor]) -> N
             )
 
 
-def check_count(name: str, value: object) -> None:
-    """Raise ConfigError unless the option is None or a positive whole number."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ConfigError(f"{name} must be a whole number >= 1, got {value!r}", fix="None: by this machine's means")
+def check_counts(**options: object) -> None:
+    """Raise ConfigError unless each option is None or a positive whole number."""
+    for name, value in options.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ConfigError(f"{name} must be a whole number >= 1, got {value!r}", fix="None: by this machine's means")
 
 
 def checked_waits(value: object) -> bool:

@@ -78,6 +78,22 @@ class PlacementPolicy:
         self.rates: Rates | None = None
         """Rates measured once, before state is allocated; None if nothing depended on them."""
 
+    def early(self, asked: float | bool) -> float | bool:
+        """Return the share that is stepped during backward, which a plan has counted the memory of.
+
+        Raises ConfigError where another one is asked for.
+        """
+        if self._plan is None or (asked := float(asked)) == self._plan.step_early:
+            return asked
+        if asked:
+            raise ConfigError(
+                f"plan=... and step_early={asked:g}",
+                why=f"the plan counts on {self._plan.step_early:g}, in host memory and in time",
+                fix="leave step_early out, or make the plan with it: "
+                f"hostward plan optimizer.step_early={asked:g} ... --json FILE",
+            )
+        return self._plan.step_early
+
     def streamed_share(
         self, backend: Backend, buckets: Sequence[Bucket], offload_fraction: float, ranks: Ranks | None = None
     ) -> float:

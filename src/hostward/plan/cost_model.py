@@ -41,6 +41,8 @@ between GPUs is assumed, which is fast enough to overlap with a layer.
 """
 LAYER_S = 150e-6
 """Seconds that one pass over a layer takes beyond its operations and traffic: kernels that do not fill the device."""
+GUESS_SECONDS = 1.35
+"""Seconds of a CPU optimizer step during backward (`step_early`) over those of one in place."""
 COPY_S = 13e-6
 """Seconds that a copy takes beyond its bytes."""
 
@@ -75,13 +77,14 @@ class Speeds:
         return COPY_S + size_bytes / rate_bytes_per_s if size_bytes else 0.0
 
 
-def balanced_share(speeds: Speeds, workload: Workload, ahead: float | None = None) -> float:
+def balanced_share(speeds: Speeds, workload: Workload, ahead: float | None = None, backward_s: float = 0.0) -> float:
     """Return the share of offloaded state to stream for the shortest step.
 
     See `hostward.core.placement.streamed_share`.
 
     Args:
         ahead: share of the offloaded state that can be prefetched during backward.
+        backward_s: seconds of backward over the share of the state that is offloaded.
     """
     buckets = workload.inventory.buckets
     if not buckets:
@@ -93,7 +96,8 @@ def balanced_share(speeds: Speeds, workload: Workload, ahead: float | None = Non
     alone, busy = speeds.slowdown[3], speeds.slowdown[7]
     host = speeds.host_parameters_per_s
     rates = Rates(host, duplex(alone), busy[Queue.HOST] * host, duplex(busy), speeds.d2h_bytes_per_s)
-    return streamed_share_of(bucket_as_asked(buckets), rates, ahead)
+    guessed = backward_s * rates.busy_host_parameters_per_s / GUESS_SECONDS / sum(b.numel for b in buckets)
+    return streamed_share_of(bucket_as_asked(buckets), rates, ahead, (workload.step_early, guessed))
 
 
 def measured(speeds: Speeds, rates: Rates) -> Speeds:
@@ -313,9 +317,13 @@ class Moved:
     device_s: float
     """These are seconds of the norm and of steps on the device."""
     host_s: float
-    """These are seconds of CPU optimizer steps."""
+    """These are seconds of CPU optimizer steps after the norm."""
+    guessed_s: float
+    """These are seconds of CPU optimizer steps during backward."""
     offloaded: Sequence[Unit]
     """Units that are stepped on the CPU or streamed, in order of use in forward."""
+    guessed: Sequence[bool]
+    """Whether each of them is stepped during backward."""
     streamed: Sequence[Unit]
     gradients_s: float
     """These are seconds of gradients that are offloaded in one backward."""
@@ -341,6 +349,9 @@ class Moved:
         return min(len(self.streamed), max(MIN_STAGING_BUFFERS, fitting))
 
 
+_Key = tuple[tuple[Placement, ...], bool, frozenset[str]]
+
+
 class Costs:
     """Compute the costs of one workload on one machine; what depends on no choice is computed once."""
 
@@ -360,10 +371,10 @@ class Costs:
         self._stretches = _stretches(self._buckets)
         self._merge_below = sum(self.numels) / LARGEST_UNIT
         self._units: dict[tuple[Placement, ...], list[Unit]] = {}
-        self._gradient_copies: dict[tuple[tuple[Placement, ...], bool], dict[str, list[tuple[float, float]]]] = {}
+        self._gradient_copies: dict[_Key, dict[str, list[tuple[float, float]]]] = {}
         self._units_of: dict[tuple[int, tuple[Placement, ...]], list[Unit]] = {}
         """Of each stretch, by the placements of its buckets: those of one layer are few."""
-        self._moved: dict[tuple[tuple[Placement, ...], bool], Moved] = {}
+        self._moved: dict[_Key, Moved] = {}
         self._activations_s: dict[tuple[Keep, ...], tuple[float, float, float]] = {}
         self._kept: dict[tuple[int, Keep], KeepCost] = {}
         self.between_s: dict[tuple[object, ...], tuple[float, Mapping[Queue, float]]] = {}
@@ -509,17 +520,39 @@ class Costs:
         return found + [self._unit(placement, run) for placement, run in runs.items()]
 
     def gradient_copies(self, choice: Choice) -> Mapping[str, Sequence[tuple[float, float]]]:
-        """Return the seconds of each layer's copies of gradients to the host and of their accumulation there, in order
-        of backward, cached by placements.
+        """Return the seconds of each layer's copies of gradients to the host and of what the CPU does with each in
+        backward, in order of backward, cached by placements: accumulate it, or step what it is of.
         """
-        key = choice.placements, choice.gradients_on_host
+        key = self._key(choice)
         if key not in self._gradient_copies:
             found = self._gradient_copies[key] = dict[str, list[tuple[float, float]]]()
-            for unit in reversed(self.units(choice)):
+            guessed = self._guessed(choice)
+            for at, unit in reversed(list(enumerate(self.units(choice)))):
                 if unit.placement is Placement.HOST:
-                    copy = unit.offloaded_gradient_s(summed=choice.gradients_on_host)
-                    found.setdefault(unit.layer, []).append(copy)
+                    copy_s, then_s = unit.offloaded_gradient_s(summed=choice.gradients_on_host)
+                    then_s += GUESS_SECONDS * unit.host_s if at in guessed else 0.0
+                    found.setdefault(unit.layer, []).append((copy_s, then_s))
         return self._gradient_copies[key]
+
+    def _key(self, choice: Choice) -> _Key:
+        """Return what the work on state depends on."""
+        kept = choice.offloaded_weights if self.workload.step_early else frozenset()
+        return choice.placements, choice.gradients_on_host, kept
+
+    def _guessed(self, choice: Choice) -> frozenset[int]:
+        """Return the positions of the units that the CPU steps during backward: `stepped_early`, to within a unit.
+
+        Layers whose weights are offloaded are stepped after the norm.
+        """
+        if not self.workload.step_early or choice.gradients_on_host or not choice.overlapped:
+            return frozenset()
+        units = self.units(choice)
+        on_host = [at for at, unit in enumerate(units) if unit.placement is Placement.HOST]
+        sizes = [0, *accumulate(units[at].state_bytes for at in reversed(on_host))]
+        wanted = self.workload.step_early * sizes[-1]
+        count = min(range(len(sizes)), key=lambda k: abs(sizes[k] - wanted))
+        early = on_host[len(on_host) - count :]
+        return frozenset(at for at in early if units[at].layer not in choice.offloaded_weights)
 
     def layer_of_bucket(self, bucket: int) -> int:
         """Return the layer of a bucket; the first layer where none has that name, as a caller may name layers
@@ -539,7 +572,7 @@ class Costs:
 
     def moved(self, choice: Choice) -> Moved:
         """Return what the step moves on each lane for the state, cached by placements."""
-        key = choice.placements, choice.gradients_on_host
+        key = self._key(choice)
         if key not in self._moved:
             self._moved[key] = self._move(choice)
         return self._moved[key]
@@ -557,11 +590,15 @@ class Costs:
         uploads = dict.fromkeys((u.layer for u in host), 0.0)
         for u in host:
             uploads[u.layer] += u.upload_s
+        guessed = self._guessed(choice)
+        guessed_s = sum([units[at].host_s for at in guessed])
         return Moved(
             sum([u.device_s for u in of[on_device]])
             + sum([u.gradient_bytes for u in units]) / self.speeds.traffic_bytes_per_s,
-            sum([u.host_s for u in host]),
+            sum([u.host_s for u in host]) - guessed_s,
+            GUESS_SECONDS * guessed_s,
             [u for u in units if u.placement is not on_device],
+            [at in guessed for at, u in enumerate(units) if u.placement is not on_device],
             streamed,
             sum([copy_s for copy_s, _ in copies]),
             sum([added_s for _, added_s in copies]),

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hostward.core.inventory import SPLIT_ELEMENTS
-from hostward.core.placement import Placement
+from hostward.core.placement import Placement, stepped_early
 from hostward.core.units import MIB
 from hostward.errors import ConfigError
 from hostward.plan.decisions import Choice
@@ -32,6 +32,8 @@ KERNEL_TABLES_BYTES = 2 * MIB
 _PARTIAL_BYTES = 12
 """Gradient norm's bytes for each chunk of a gradient."""
 _SCALARS_BYTES = 12
+_GUESS_BYTES = 56
+"""Record of the guess of a bucket that is stepped during backward."""
 _NAMES = {owner: owner.value for owner in Owner}
 
 
@@ -197,6 +199,9 @@ class MemoryModel:
         streamed = float(facts.state_bytes[gradients.is_on[Placement.STREAMED]].sum())
         stepped = float((facts.state_bytes + facts.step_counts_bytes)[here].sum())
         weights = float((elements * facts.bucket_itemsize[here]).sum())
+        twins = sorted(stepped_early(buckets, choice.placements, workload.step_early))
+        stepped += float((facts.state_bytes + facts.step_counts_bytes)[twins].sum()) + _GUESS_BYTES * len(twins)
+        weights += float((facts.padded_numel[twins] * facts.bucket_itemsize[twins]).sum())
         landing = float((elements * gradients.landed_itemsize[here]).sum())
         landing += sum(landing_buffer_bytes([buckets[b] for b in gradients.summed]))
         partials = self._partial_bytes if gradients.summed else 0

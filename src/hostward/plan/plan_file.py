@@ -137,6 +137,8 @@ class PlanFile:
     """
     pin_weights: bool = True
     """True if host memory from which their weights are copied back is pinned."""
+    step_early: float = 0.0
+    """Share of the CPU-stepped state that is stepped during backward."""
 
     def to_json(self) -> str:
         return json_schema.to_text(self)
@@ -276,6 +278,12 @@ def _require_whole(plan: PlanFile) -> None:
             raise ValueError(f"workload.{name} is 0")
     if of.ranks != plan.machine.gpus:
         raise ValueError(f"workload.ranks is {of.ranks}, machine.gpus is {plan.machine.gpus}")
+    if not 0.0 <= plan.step_early <= 1.0:
+        raise ValueError(f"step_early is {plan.step_early}, not in [0, 1]")
+    if plan.step_early and plan.gradients_on_host:
+        raise ValueError(
+            "step_early is set, and gradients_on_host is true: such gradients are final after the last one"
+        )
     held = sum(row.numel for row in plan.buckets)
     if of.parameters != held:
         raise ValueError(f"workload.parameters is {of.parameters}, its buckets have {held}")
@@ -360,6 +368,7 @@ def plan_of(
         frontier,
         workload.pin_gradients,
         workload.pin_weights,
+        workload.step_early,
     )
 
 
@@ -393,7 +402,7 @@ def differences(a: PlanFile, b: PlanFile) -> list[str]:
             before, after = getattr(old, name), getattr(new, name)
             if before != after:
                 lines.append(f"{part}.{name}: {_value(before, name)} -> {_value(after, name)}")
-    for name in ("gradients_on_host", "staging_bytes", "pin_gradients", "pin_weights"):
+    for name in ("gradients_on_host", "staging_bytes", "pin_gradients", "pin_weights", "step_early"):
         if getattr(a, name) != getattr(b, name):
             lines.append(f"{name}: {_value(getattr(a, name), name)} -> {_value(getattr(b, name), name)}")
     lines += _state_differences(a, b)

@@ -62,6 +62,8 @@ class Fix:
     sequence_tokens: int | None = None
     resharded: bool = False
     unpinned: bool = False
+    none_early: bool = False
+    """No CPU optimizer steps during backward."""
     unforced: bool = False
     state_dtypes: Mapping[str, Dtype] = field(default_factory=dict)
     """Of those parts of the optimizer's state that change, by their name in `state_dtypes` of AdamW."""
@@ -198,6 +200,9 @@ def _fixes(question: Question, frontier: Frontier, known: Sequence[Candidate], r
     limited = question.budgets.pinned_bytes is not None and question.workload != unpinned
     if limited and _fits(replace(question, workload=unpinned), speeds):
         found.append(Fix("gradients and weights not pinned, whose copies then take longer", unpinned=True))
+    late = replace(question, workload=replace(question.workload, step_early=0.0))
+    if question.workload.step_early and _fits(late, speeds):
+        found.append(Fix("no CPU optimizer steps during backward", none_early=True))
     if question.forced != Forced():
         fix = Fix("the planner's own choice of what is offloaded and recomputed", unforced=True)
         # Options that pin less go with those that offload.

@@ -130,6 +130,8 @@ class Frontier:
         self.costs = Costs(workload, speeds)
         self._required = required
         self._forced = forced or Forced()
+        if workload.step_early:  # gradients that the host accumulates are final only after the last addition
+            self._forced = replace(self._forced, gradients_on_host=False)
         self._seen: dict[Choice, Candidate] = {}
         self._probes: set[Choice] = set()
         """Choices that a search came past and whose time was not needed: `unbeaten` does not predict it, either."""
@@ -352,14 +354,16 @@ class Frontier:
         """
         speeds, workload = self.costs.speeds, self.workload
         ahead = {keep: self._read_ahead(keep) for keep in _EVEN}
-        share = balanced_share(speeds, workload)
+        backward_s = {keep: self._backward_s(keep) for keep in _EVEN}
 
         def shares(part: int, keep: Keep) -> Sequence[float]:
             # Streamed state needs staging buffers and pinned memory: two shares use it in two ways.
+            of_all = part / _EVEN_PARTS
+            share = balanced_share(speeds, workload, None, backward_s[keep] / of_all)
             if part % _BOTH_AT and part > _BOTH_AT:
                 return (share,)
-            early = balanced_share(speeds, workload, min(1.0, ahead[keep] * _EVEN_PARTS / part))
-            return (share, early) if abs(early - share) > _SAME_SHARE else (share,)
+            read = balanced_share(speeds, workload, min(1.0, ahead[keep] / of_all), backward_s[keep] / of_all)
+            return (share, read) if abs(read - share) > _SAME_SHARE else (share,)
 
         for keep in _EVEN:
             self._alike(0.0, 0.0, keep, frozenset())
@@ -368,6 +372,7 @@ class Frontier:
             self._less_and_less(keep, _HOST_PARTS, partial(_only, 0.0))
         if self.workload.microbatches > 1:
             # Gradients of CPU-stepped buckets are accumulated on the host; those of streamed ones stay on the device.
+            share = balanced_share(speeds, workload)
             for part in range(4):
                 streamed = share * part / 4
                 self._less_and_less(Keep.RECOMPUTE, 8, partial(_only, streamed), down_to=5)
@@ -387,6 +392,11 @@ class Frontier:
     def _read_ahead(self, keep: Keep) -> float:
         streamed = self._alike(1.0, 1.0, keep, frozenset())
         return read_ahead(self.costs, streamed.choice, streamed.needs)
+
+    def _backward_s(self, keep: Keep) -> float:
+        """Return the seconds of the last backward."""
+        costs = self.costs
+        return costs.backward_s + sum(costs.layers[i].again_s(keep) for i in costs.repeated)
 
     def _alike(self, fraction: float, streamed: float, keep: Keep, weights: frozenset[str]) -> Candidate:
         forced, buckets = self._forced, self.workload.inventory.buckets

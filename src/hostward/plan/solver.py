@@ -17,7 +17,7 @@ from typing import Any
 
 from hostward.core.placement import Placement, placements_of
 from hostward.errors import needed_for
-from hostward.plan.cost_model import SUM_BYTES, Costs
+from hostward.plan.cost_model import GUESS_SECONDS, SUM_BYTES, Costs
 from hostward.plan.decisions import ELEMENTWISE, LEAVES, RECOMPUTED, Choice, Keep
 from hostward.plan.lane_simulator import Queue
 from hostward.schedule.staging import MIN_STAGING_BUFFERS, STAGING_BACKWARD_SHARE
@@ -229,7 +229,8 @@ class LinearProgram:
         rows.at_most(_sum((staged_terms, 1.0), (state, -1.0)), 0.0)
         rows.at_most({staged: 1.0}, STAGING_BACKWARD_SHARE * backward)
         one = ({after: 1.0}, -1.0)
-        rows.at_most(_sum((host_s, 1.0), (moved, lost), one), forward)
+        stepped = self._guessed(host_s, again, backward)
+        rows.at_most(_sum((stepped, 1.0), (moved, lost), one), forward)
         rows.at_most(_sum((moved, 1 / busy), one), forward)
         rows.at_most(
             _sum((uploads, 1 / speeds.h2d_bytes_per_s), (state, 1 / speeds.h2d_bytes_per_s), one,
@@ -248,6 +249,16 @@ class LinearProgram:
             ({middle: 1.0}, float(microbatches - 1)), (moved, 0.01 / duplex), (parked, 0.01 / duplex),
             (host_s, 0.01),
         )  # fmt: skip
+
+    def _guessed(self, host_s: Terms, again: Terms, backward_s: float) -> Terms:
+        """Return the seconds of CPU optimizer steps after the norm, where a share is made during backward."""
+        share = self.costs.workload.step_early
+        if not share or not host_s:
+            return host_s
+        guessed = {self._variable(): 1.0}
+        self.rows.at_most(_sum((guessed, 1.0), (host_s, -share)), 0.0)
+        self.rows.at_most(_sum((guessed, GUESS_SECONDS), (again, -1.0)), backward_s)
+        return _sum((host_s, 1.0), (guessed, -1.0))
 
     def _memory(self) -> None:
         costs = self.costs
@@ -269,16 +280,18 @@ class LinearProgram:
         kept = self._of_layers(lambda c, k: c.held_bytes(k), [k for k in Keep if k not in LEAVES])
         outside = sum(c.saved_bytes for c in costs.layers if not c.layer.repeated)
         once = max((c.saved_bytes for c in costs.layers if c.layer.repeated), default=0.0)
-        early = (stays, 1.0) if several else ({}, 1.0)
+        before = (stays, 1.0) if several else ({}, 1.0)
         self.device = [
-            (_sum((always, 1.0), (kept, 1.0), early), fixed + outside),
+            (_sum((always, 1.0), (kept, 1.0), before), fixed + outside),
             (_sum((always, 1.0), (stays, 1.0)), fixed + once),
         ]
         parked = self._of_layers(lambda c, k: c.held_bytes(k), LEAVES)
+        early = costs.workload.step_early  # in a second set
         # Pools grow by an eighth on a prefetch miss; the memory model has the last word.
         host = _sum(
             (self._of_buckets(costs.host_bytes, Placement.HOST), 1.0),
-            (self._of_buckets(costs.weight_bytes, Placement.HOST), 1.0),
+            (self._of_buckets(costs.weight_bytes, Placement.HOST), 1.0 + early),
+            (self._of_buckets(costs.state_bytes, Placement.HOST), early),
             (self._of_buckets(costs.state_bytes, Placement.STREAMED), 1.0),
             (parked, 1.0),
         )

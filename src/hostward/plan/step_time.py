@@ -53,6 +53,8 @@ class StepTimeline:
         self.offloads: dict[int, list[int]] = {i: [] for i in self.leaving}
         self.hosts: dict[str, list[int]] = {}
         """CPU optimizer steps by layer."""
+        self.guesses: dict[str, list[int]] = {}
+        """Those during backward, by layer, in order of backward."""
         self.arrivals: dict[str, list[int]] = {}
         """Copies of weights and of state to the device, by layer."""
         self.reads: list[int] = []
@@ -155,11 +157,13 @@ class StepTimeline:
             if anew and i in self.fetched:
                 waits.append(self._fetch(i))
             computes.append(computed := add("backward", _COMPUTE, backward_s[i], waits))
-            for copy_s, added_s in copies.get(cost.layer.name, ()):
+            for copy_s, then_s in copies.get(cost.layer.name, ()):
                 waits = newest([computed], added, -LANDING_BUFFERS) if on_host else [computed]
                 downloaded = [add("gradient", _D2H, copy_s, waits)]
                 if on_host:
-                    added.append(add("add", _HOST, added_s, downloaded))
+                    added.append(add("add", _HOST, then_s, downloaded))
+                elif then_s:
+                    self.guesses.setdefault(cost.layer.name, []).append(add("guess", _HOST, then_s, downloaded))
             left_before.append(downloaded)
         self.downloaded = downloaded
 
@@ -200,9 +204,12 @@ class StepTimeline:
         begins, on_host = [norm, *self.downloaded], Placement.HOST
         steps: list[int] = []
         streamed = 0
-        for unit in moved.offloaded:
+        for unit, guessed in zip(moved.offloaded, moved.guessed, strict=True):
             arrivals = self.arrivals.setdefault(unit.layer, [])
-            if unit.placement is on_host:
+            if guessed:
+                steps.append(self.guesses[unit.layer].pop())
+                arrivals.append(add("upload", _H2D, unit.upload_s, [norm, steps[-1]]))
+            elif unit.placement is on_host:
                 steps.append(add("host", _HOST, unit.host_s, begins))
                 self.hosts.setdefault(unit.layer, []).append(steps[-1])
                 if unit.layer not in self.choice.offloaded_weights:
@@ -237,6 +244,7 @@ RESOURCES = {
 _NAMES = {
     "upload": "CPU AdamW and the H2D copy of weights",
     "host": "CPU AdamW",
+    "guess": "CPU AdamW during backward",
     "read": "optimizer state being prefetched",
     "write": "optimizer state being written back",
     "gradient": "gradients being offloaded",
@@ -323,7 +331,8 @@ def least_s(costs: Costs, choice: Choice, needs: Needs, *, simulated: bool = Fal
     prefetched_s = min(staged_s, max(0.0, host_begins_s - reloads_s - fetch_again_s))
     uploads_s = moved.uploads_s - sum([moved.uploads_by_layer.get(name, 0.0) for name in names])
     to_device_s = uploads_s + moved.reads_s - prefetched_s
-    behind_s = lanes(moved.writes_s + offloads_s, to_device_s + fetch_s, moved.host_s) + layers[-1].forward_s
+    stepped_s = moved.host_s + max(0.0, moved.guessed_s - host_begins_s)
+    behind_s = lanes(moved.writes_s + offloads_s, to_device_s + fetch_s, stepped_s) + layers[-1].forward_s
     if names and to_device_s > 0.0:
         behind_s = max(behind_s, _fetched_after_s(costs, choice, needs, uploads_s, to_device_s))
     total_s = max(normed_s + forward_s, host_begins_s + behind_s)
@@ -350,11 +359,12 @@ def _fetched_after_s(costs: Costs, choice: Choice, needs: Needs, uploads_s: floa
     """
     moved, names = costs.moved(choice), choice.offloaded_weights
     host_s = moved.host_s if uploads_s else 0.0
-    for unit in reversed(moved.offloaded if uploads_s else ()):
-        if unit.placement is Placement.HOST:
-            if unit.layer not in names:
-                break
-            host_s -= unit.host_s
+    if uploads_s:
+        for unit, guessed in zip(reversed(moved.offloaded), reversed(moved.guessed), strict=True):
+            if unit.placement is Placement.HOST and not guessed:
+                if unit.layer not in names:
+                    break
+                host_s -= unit.host_s
     written_s = moved.writes_s - sum([unit.write_s for unit in moved.streamed[-moved.staged(needs.slots) :]])
     places = [i for i, cost in enumerate(costs.layers) if cost.layer.name in names]
     fetch_s, after_s = 0.0, 0.0
@@ -431,7 +441,10 @@ def explain(costs: Costs, choice: Choice, prediction: Prediction) -> list[str]:
     said = []
     host_s = prediction.busy_s[Queue.HOST]
     if prediction.waited_s.get(_NAMES["upload"], 0.0) >= 0.5 * prediction.exposed_s:
-        said.append(f"CPU AdamW {_told_s(host_s)} does not fit within a {_told_s(prediction.forward_s)} forward")
+        within = f"a {_told_s(prediction.forward_s)} forward"
+        if costs.workload.step_early:
+            within = f"backward and forward, {_told_s(prediction.backward_s + prediction.forward_s)}"
+        said.append(f"CPU AdamW {_told_s(host_s)} does not fit within {within}")
     for queue in (Queue.D2H, Queue.H2D):
         window = prediction.forward_s + prediction.backward_s
         if prediction.busy_s[queue] > window * costs.workload.microbatches:

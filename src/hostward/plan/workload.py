@@ -161,6 +161,10 @@ class Workload:
     """Host memory to which gradients of CPU-stepped buckets are offloaded is pinned."""
     pin_weights: bool = True
     """Host memory from which weights of CPU-stepped buckets are copied back is pinned."""
+    step_early: float = 0.0
+    """Share of the CPU-stepped state that is stepped during backward, into a second set of it on the host
+    (`hostward.AdamW(step_early=...)`).
+    """
 
     @property
     def microbatch_tokens(self) -> int:

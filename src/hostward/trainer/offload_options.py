@@ -92,6 +92,7 @@ def with_plan(config: Config, plan: PlanFile) -> Config:
     found.optimizer.optimizer_offload_fraction = plan.asked_fraction
     found.optimizer.offload_mix = plan.streamed_fraction or None
     found.optimizer.gradients = "host" if plan.gradients_on_host else None
+    found.optimizer.step_early = plan.step_early
     found.optimizer.pin_cpu_grads, found.optimizer.pin_cpu_params = plan.pin_gradients, plan.pin_weights
     return found
 
@@ -134,6 +135,7 @@ def make_optimizer(
         gradients=options.gradients,
         grad_dtype=torch.float32 if accumulates_in_fp32(config) and config.model.params_dtype != "fp32" else None,
         state_dtypes=state_dtypes(state_format(config)),
+        step_early=options.step_early if plan is None else False,
         staging_bytes=staging_bytes(config, lambda: inventory_of(held.model, state_format(config))),
         host_threads=options.host_threads or (None if cpus is None else default_threads(os.environ, cpus)),
         stages=held.stages,

@@ -100,6 +100,7 @@ def recipe_workload(
         snapshot=config.checkpoint.async_save and config.checkpoint.async_save_mode == "snapshot",
         pin_gradients=config.optimizer.pin_cpu_grads,
         pin_weights=config.optimizer.pin_cpu_params,
+        step_early=config.optimizer.step_early,
     )
 
 

@@ -112,6 +112,15 @@ GRAPH_RULES = (
         "set optimizer.gradients=device, or model.cuda_graph_impl=none",
     ),
     Rule(
+        "graphs-early",
+        PERMANENT,
+        (GRAPHS, "optimizer.step_early"),
+        lambda c, _: captured(c) and c.optimizer.step_early > 0,
+        "model.cuda_graph_impl=full_iteration with optimizer.step_early={optimizer.step_early}: gradients leave when "
+        "the graph has ended, so nothing is stepped during backward",
+        "leave optimizer.step_early out, or set model.cuda_graph_impl=none",
+    ),
+    Rule(
         "graphs-recompute",
         UNTIL_BUILT,
         (GRAPHS, "model.recompute_granularity", "model.recompute_modules"),
@@ -279,6 +288,33 @@ OPTIMIZER_RULES = (
         lambda c, _: c.optimizer.gradients == "host" and serial(c),
         "optimizer.gradients=host without the overlap: gradients accumulated on the host are offloaded during backward",
         "set optimizer.gradients=device, or leave the overlap on and the torch optimizer off",
+    ),
+    Rule(
+        "serial-early",
+        PERMANENT,
+        ("optimizer.step_early", OVERLAP, TORCH_STEP),
+        lambda c, _: c.optimizer.step_early > 0 and serial(c),
+        "optimizer.step_early={optimizer.step_early} without the overlap: it makes CPU optimizer steps during "
+        "backward, by hostward's own kernel",
+        "leave optimizer.step_early out, or leave the overlap on and the torch optimizer off",
+    ),
+    Rule(
+        "early-sums",
+        PERMANENT,
+        ("optimizer.step_early", "optimizer.gradients"),
+        lambda c, _: c.optimizer.step_early > 0 and c.optimizer.gradients == "host",
+        "optimizer.step_early={optimizer.step_early} with optimizer.gradients=host: gradients that are accumulated on "
+        "the host are final only after the last addition",
+        "leave optimizer.step_early out, or set optimizer.gradients=device",
+    ),
+    Rule(
+        "early-scaled",
+        PERMANENT,
+        ("optimizer.step_early", "model.params_dtype"),
+        lambda c, _: c.optimizer.step_early > 0 and c.model.params_dtype == "fp16",
+        "optimizer.step_early={optimizer.step_early} with model.params_dtype=fp16: gradients are divided by the loss "
+        "scale, and steps are guessed for gradients that are not scaled",
+        "leave optimizer.step_early out, or set model.params_dtype=bf16",
     ),
     Rule(
         "overlap-of-nothing",

@@ -123,6 +123,7 @@ RANGES: Mapping[str, Range] = {
     "optimizer.clip_grad": NOT_NEGATIVE,
     "optimizer.optimizer_offload_fraction": Range(low=0.0, high=1.0),
     "optimizer.offload_mix": Range(low=0.0, high=1.0),
+    "optimizer.step_early": Range(low=0.0, high=1.0),
     "optimizer.optimizer_state_offload_fraction": Range(
         low=0, high=1, message="optimizer_state_offload_fraction must be in [0.0, 1.0]"
     ),  # (M)
@@ -173,6 +174,7 @@ DEPENDENT: Mapping[str, tuple[str, ...]] = {
         "optimizer.pin_cpu_params",
         "optimizer.gradients",
         "optimizer.offload_mix",
+        "optimizer.step_early",
     ),
     "optimizer.offload_optimizer_states": (
         "optimizer.optimizer_state_offload_fraction",
@@ -229,6 +231,9 @@ DIFFERENCES: Mapping[str, str] = {
     ),
     "There is no optimizer.offload_mix": (
         "A part of the share of optimizer_cpu_offload may be streamed instead, so that memory and PCIe are both busy."
+    ),
+    "There is no optimizer.step_early": (
+        "Steps of the CPU may be made during backward, on the guess that nothing clips, where the host has the memory."
     ),
     "CPU offloading does not work when activation recomputation is enabled": (
         "It does: inputs of recomputed layers are offloaded, and so are saved tensors of the others."
