@@ -7,7 +7,6 @@ is freed is taken at once and filled with NaN.
 from __future__ import annotations
 
 import gc
-import time
 
 import pytest
 import torch
@@ -27,7 +26,6 @@ import hostward
 from hostward.core.units import GIB, MIB
 from hostward.errors import AsleepError
 from hostward.runtime.backend import Tier
-from hostward.runtime.calibrate import Links
 from hostward.schedule.ops import Lane
 
 pytestmark = pytest.mark.gpu
@@ -99,25 +97,16 @@ def test_the_driver_counts_what_left() -> None:
     assert model(torch.zeros(1, 8192, device="cuda", dtype=torch.bfloat16)).isfinite().all()
 
 
-def test_the_second_sleep_only_copies_and_at_the_rate_of_the_link() -> None:
+def test_the_second_sleep_pins_nothing() -> None:
+    """How long it takes, benchmarks/sleeping.py measures."""
     _, optimizer = large()
-    links = Links(optimizer.backend)
-    rates = {name: links.rate([name]) for name in ("d2h", "h2d")}
-    optimizer.sleep()
+    first = optimizer.sleep()
     optimizer.wake()
-    best = {"d2h": 0.0, "h2d": 0.0}
-    for _ in range(5):
-        torch.cuda.synchronize()
-        start_s = time.perf_counter()
+    for _ in range(2):
         report = optimizer.sleep()
-        slept_s = time.perf_counter()
         optimizer.wake()
-        woken_s = time.perf_counter()
-        freed = sum(report.freed_bytes.values())
-        assert report.pinned_now_bytes == 0
-        best["d2h"] = max(best["d2h"], freed / (slept_s - start_s))
-        best["h2d"] = max(best["h2d"], freed / (woken_s - slept_s))
-    assert {name: best[name] / rates[name] >= 0.9 for name in best} == {"d2h": True, "h2d": True}, (best, rates)
+        assert report.pinned_now_bytes == 0 < first.pinned_now_bytes
+        assert report.freed_bytes == first.freed_bytes
 
 
 def test_no_room_on_the_device_leaves_everything_asleep() -> None:
