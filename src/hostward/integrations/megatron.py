@@ -171,9 +171,16 @@ def use(*, clip: str = "hostward", early_gradients: bool = True, **options: Any)
 
 
 def stop_using() -> None:
-    """Let `get_megatron_optimizer` make Megatron's own optimizers again; those that were made stay as they are."""
+    """Let `get_megatron_optimizer` make Megatron's own optimizers again.
+
+    Those that were made go on stepping their model chunks, until another optimizer is made for these: names that make
+    optimizers go on telling them.
+    """
     for (where, path), value in _SETTINGS.originals.items():
         _put(where, path, value)
+    for where, path in (REPLACED[-1], *REFUSED):
+        if (where, path) in _SETTINGS.originals:
+            _put(where, path, _leaving(_SETTINGS.originals[where, path]))
 
 
 def _found(where: str, path: str) -> Any:
@@ -204,6 +211,18 @@ def _refusing(make: Callable[..., Any], what: str) -> Callable[..., Any]:
                 why="hostward's step is one AdamW over all weights, with one norm",
                 fix='optimizer="adam" for a model with one optimizer, or leave optimizer_cpu_offload out',
             )
+        return leaving(*args, **kwargs)
+
+    leaving = _leaving(make)
+    return called
+
+
+def _leaving(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls `make`, when hostward's optimizers have left the model chunks that it gets."""
+
+    @wraps(make)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        leave(inspect.signature(make).bind(*args, **kwargs).arguments.get("model_chunks", ()))
         return make(*args, **kwargs)
 
     return called
