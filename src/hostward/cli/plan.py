@@ -261,6 +261,7 @@ class Flags:
 
         sizes = {"device": fix.device_bytes, "host": fix.host_bytes, "pinned": fix.pinned_bytes}
         given: dict[str, Any] = {f"{name}_memory": size_option(size) for name, size in sizes.items() if size}
+        given |= {"hardware": fix.hardware, "device_memory": None} if fix.hardware else {}
         given |= {"gpus": str(fix.gpus)} if fix.gpus else {}
         given |= {"no_pin": True} if fix.unpinned else {}
         given |= {"place": (), "keep": (), "weights": None} if fix.unforced else {}
