@@ -18,11 +18,11 @@ from hostward.cli.output import (
     require_replaceable,
     require_writable,
     text_stream,
-    usage_errors,
     wrapped,
     write_json,
 )
 from hostward.cli.recipe import DEFAULT_RECIPE, configured
+from hostward.cli.usage import usage_errors
 from hostward.errors import ConfigError, ExitCode, HostwardError, UnknownNameError
 from hostward.plan.hardware_profile import PROFILES
 from hostward.trainer.garbage_collection import gc_disabled
