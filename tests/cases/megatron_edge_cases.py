@@ -178,6 +178,21 @@ def norms_of_megatrons_own_that_is_made_anew(*, stopped: bool) -> tuple[list[Any
     return norms, cases.train(alone, 1, microbatches=2).grad_norms, str(raised.value)
 
 
+def steps_without_cleared_gradients() -> list[str]:
+    """What is raised by a second step with one backward, and by a backward that adds to gradients of the last step."""
+    use()
+    run = build("single", overlap=True)
+    cases.train(run, 1, microbatches=2)
+    with pytest.raises(adapter.OrderingError) as stepped:
+        run.optimizer.step()
+    run = build("single", overlap=True)
+    cases.train(run, 1, microbatches=2)
+    run.chunks[0].zero_grad_buffer = lambda: None
+    with pytest.raises(adapter.OrderingError) as added:
+        cases.train(run, 1, microbatches=2, first=1)
+    return [str(stepped.value), str(added.value)]
+
+
 def clipping_before_a_step() -> list[str]:
     """What is raised where gradients are clipped by others than the step, after they may have been read."""
     use()

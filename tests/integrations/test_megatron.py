@@ -320,6 +320,13 @@ def test_an_optimizer_that_nobody_has_is_gone(ranks: Ranks) -> None:
     assert changed == []
 
 
+def test_gradients_that_nobody_cleared_are_not_stepped_with_again(ranks: Ranks) -> None:
+    """Seen red: an error about a method that Megatron's users do not know."""
+    for raised in ranks.run(1, "megatron_edge_cases.steps_without_cleared_gradients")[0]:
+        assert "those of the last step were not cleared" in raised
+        assert "fix: one step() for each backward, and zero_grad_buffer() of every model chunk" in raised
+
+
 @pytest.mark.parametrize("stopped", [False, True])
 def test_an_optimizer_of_megatron_takes_its_place(ranks: Ranks, stopped: bool) -> None:
     case = "megatron_edge_cases.norms_of_megatrons_own_that_is_made_anew"
