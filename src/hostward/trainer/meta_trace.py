@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from hostward.config.schema import Config
@@ -18,26 +17,10 @@ from hostward.errors import ModelError
 from hostward.plan.workload import Workload
 from hostward.profiler.workload import workloads_of
 from hostward.runtime.backend import TORCH_DTYPES
-from hostward.trainer.models import meta_model, on_meta, training_loss
+from hostward.trainer.models import describing, meta_model, on_meta, require_sizes, training_loss
 from hostward.trainer.plan_request import state_format
 
 NAME_ANOTHER = "name a config.json of a causal language model of transformers, or the folder that holds it"
-_NO_MODEL = (
-    ValueError, TypeError, LookupError, AttributeError, ImportError, ArithmeticError, RuntimeError,
-    StrictDataclassError,
-)  # fmt: skip
-"""What transformers and torch raise where a configuration describes no model."""
-_SIZES = {
-    "num_hidden_layers": (2, 4096),
-    "hidden_size": (1, 1 << 20),
-    "vocab_size": (1, 1 << 28),
-    "num_attention_heads": (1, 1 << 16),
-    "num_key_value_heads": (0, 1 << 16),
-    "intermediate_size": (0, 1 << 24),
-}
-"""Sizes that most models have, by their name, and the least and the most that is planned."""
-_NEAR = 0.85
-"""Likeness of names from which on one is taken to be misspelt."""
 
 
 def trace_recipe(config: Config, vocab_size: int | None, lengths: Sequence[int]) -> list[Workload]:
@@ -80,13 +63,9 @@ def described_model(file: Path, content: Mapping[str, Any], dtype: torch.dtype) 
             why=f"transformers {transformers.__version__} knows no model type {kind!r}",
             fix=f"did you mean {near[0]!r}? Else {NAME_ANOTHER}" if near else NAME_ANOTHER,
         )
-    for part in (given, given.get("text_config")):
-        if isinstance(part, dict):
-            require_sizes(file, part)
-    try:
+    require_sizes(file, given)
+    with describing(file, f"correct it there, or {NAME_ANOTHER}"):
         described: Any = AutoConfig.for_model(given.pop("model_type"), **given)
-    except _NO_MODEL as error:
-        raise _no_model(file, error) from error
     if type(described) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
             f"{file} does not describe a causal language model",
@@ -94,34 +73,10 @@ def described_model(file: Path, content: Mapping[str, Any], dtype: torch.dtype) 
             fix=NAME_ANOTHER,
         )
     described.use_cache = False
-    try:
+    with describing(file, f"correct it there, or {NAME_ANOTHER}"):
         model = on_meta(described, dtype)
-    except _NO_MODEL as error:
-        raise _no_model(file, error) from error
     attention = model.config._attn_implementation
     return model, kind if attention == "sdpa" else f"{kind} ({attention} attention)"
-
-
-def require_sizes(file: Path, given: Mapping[str, Any]) -> None:
-    """Raise ModelError where a size of a model is none, or a name of one is misspelt: transformers would take both."""
-    for name, (least, most) in _SIZES.items():
-        value = given.get(name)
-        if isinstance(value, int) and not least <= value <= most:
-            shown = value if abs(value) < 10**12 else f"a number of {len(str(abs(value)))} digits"
-            raise ModelError(f"{file}: {name} is {shown}", fix=f"a whole number from {least} to {most:,}")
-    for name in given.keys() - _SIZES.keys():
-        near = difflib.get_close_matches(name, _SIZES.keys() - given.keys(), n=1, cutoff=_NEAR)
-        if near:
-            raise ModelError(
-                f"{file}: no model has {name}",
-                why=f"transformers would ignore it, and take its own {near[0]}",
-                fix=f"did you mean {near[0]}?",
-            )
-
-
-def _no_model(file: Path, error: Exception) -> ModelError:
-    why = " ".join(f"{type(error).__name__}: {error}".split("\nException raised from")[0].split())
-    return ModelError(f"{file} does not describe a model", why=why, fix=f"correct it there, or {NAME_ANOTHER}")
 
 
 def _traced(model: Any, **options: Any) -> list[Workload]:
