@@ -159,17 +159,38 @@ def weights_without_their_optimizer() -> tuple[list[str], bool, list[str]]:
     )
 
 
-def norms_of_megatrons_own_that_is_made_anew() -> list[list[float | None]]:
-    """Norms of Megatron's own optimizer, of a model that had hostward's, which somebody still has, and of one alone."""
+def norms_of_megatrons_own_that_is_made_anew(*, stopped: bool) -> tuple[list[Any], list[float | None], str]:
+    """Norms of Megatron's own optimizer, of a model that had hostward's, which somebody still has, and of one alone.
+
+    Also what is raised if hostward's is stepped then. `stopped`: after `stop_using`.
+    """
     per_token, own = {"calculate_per_token_loss": True}, {"use_precision_aware_optimizer": False}
     use()
     run = build("single", overlap=True, model=per_token)
     kept = run.optimizer
+    if stopped:
+        adapter.stop_using()
     _, run.optimizer = cases.make_optimizer(run.chunks, overlap=True)
-    assert kept.offloading is not None
     norms = cases.train(run, 1, microbatches=2).grad_norms
+    with pytest.raises(adapter.OrderingError) as raised:
+        kept.step()
     alone = build("single", overlap=True, model=per_token, offload_fraction=None, **own)
-    return [norms, cases.train(alone, 1, microbatches=2).grad_norms]
+    return norms, cases.train(alone, 1, microbatches=2).grad_norms, str(raised.value)
+
+
+def steps_without_cleared_gradients() -> list[str]:
+    """What is raised by a second step with one backward, and by a backward that adds to gradients of the last step."""
+    use()
+    run = build("single", overlap=True)
+    cases.train(run, 1, microbatches=2)
+    with pytest.raises(adapter.OrderingError) as stepped:
+        run.optimizer.step()
+    run = build("single", overlap=True)
+    cases.train(run, 1, microbatches=2)
+    run.chunks[0].zero_grad_buffer = lambda: None
+    with pytest.raises(adapter.OrderingError) as added:
+        cases.train(run, 1, microbatches=2, first=1)
+    return [str(stepped.value), str(added.value)]
 
 
 def clipping_before_a_step() -> list[str]:

@@ -280,6 +280,13 @@ def test_a_configuration_file_is_planned(cli: Cli, config_file: Path, tmp_path: 
     assert {row.activations for row in plan.layers} == {"recompute"}
 
 
+def test_parameters_are_counted_once_whatever_the_number_of_gpus(cli: Cli, config_file: Path) -> None:
+    """Seen red: the largest part of each, times the number of GPUs."""
+    alone, several = (cli("plan", "--config", config_file, "--seq", "8", "--gpus", n).out for n in ("1", "1000"))
+    counted = re.compile(r": ([\d,.]+(?: B)?) trained parameters")
+    assert counted.findall(alone) == counted.findall(several) != []
+
+
 def test_several_gpus_have_a_column_for_the_node(cli: Cli, config_file: Path) -> None:
     found = cli("plan", "--config", config_file, "--seq", 128, "--gpus", 4, "--host-memory", "64GiB")
     assert found.code == 0, found.err
@@ -401,6 +408,11 @@ def test_a_picture_of_the_frontier(cli: Cli, tmp_path: Path) -> None:
         (["--hardware", "none.json"], ["none.json cannot be read"]),
         (["--config", "none"], ["none"]),
         (["--config", "misspelt"], ["knows no model type 'qwen3_mo'", "did you mean 'qwen3_moe'?"]),
+        (["--config", "misspelt", "--seq", "99999999"], ["does not take --seq 99999999", "fix: --seq VALUE"]),
+        (["--config", "none", "--seq", "65536", "--micro-batch", "65536"], ["tokens is more than can be planned"]),
+        (["--config", "none", "--reshard"], ["--reshard has no effect with one GPU"]),
+        (["--config", "none", "optimizer.exp_avg_dtype=fp9"], ["must be one of fp32, bf16, fp8, not 'fp9'"]),
+        (["--gpus", "99999999999999999999"], ["are more than can be planned\n  fix: at most 65,536"]),
         (["--config", "none", "--recipe", "x"], ["--config does not go with --recipe"]),
         (["--config", "none", "optimizer.lr=1"], ["optimizer.lr does not go with --config", "exp_avg_dtype"]),
         (["--seq", "8"], ["--seq goes with --config", "model.seq_length"]),

@@ -1,7 +1,7 @@
 """What `hostward plan` proposes where nothing fits: each printed command, pasted into a shell, ends with a plan.
 
 Needs SciPy, as planning does. Seen red: the step left as it was with more GPUs, host memory of one machine for several,
-a microbatch without the sequences of its step, and the limit rounded down.
+a microbatch without the sequences of its step, the limit rounded down, and no word of a larger GPU.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from cli_runs import SMALL
 from published_models import PUBLISHED
 from run_fixtures import Cli
+
+from hostward.plan.hardware_profile import profile
 
 pytest.importorskip("scipy", reason="planning needs SciPy")
 
@@ -75,6 +78,32 @@ def test_each_command_that_is_printed_fits(cli: Cli, tmp_path: Path, name: str, 
     fixes = assert_each_fits(cli, found.out)
     for kind in kinds:
         assert any(kind in " ".join(command) for _, command in fixes), (kind, found.out)
+
+
+@pytest.mark.parametrize(
+    ("words", "proposed"),
+    [
+        ((), ["--hardware rtx-4090 --host-memory 111.3GiB", "--device-memory"]),
+        (
+            ("--gpus", "2", "--host-memory", "32GiB"),
+            ["--hardware rtx-4090 --gpus 2", "--reshard --hardware rtx-4090 --gpus 4"],
+        ),
+    ],
+)
+def test_a_larger_gpu_is_proposed_where_this_one_is_too_small(
+    cli: Cli, tmp_path: Path, words: tuple[str, ...], proposed: list[str]
+) -> None:
+    card = profile("rtx-4090")
+    assert card.gpu is not None
+    tiny = replace(card, name="tiny", gpu=replace(card.gpu, name="tiny GPU", memory_bytes=3 << 30))
+    (tmp_path / "tiny.json").write_text(tiny.to_json())
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["llama 3.1 8b"].config))
+    found = cli("plan", "--config", tmp_path / "config.json", "--hardware", tmp_path / "tiny.json", *words)
+    assert found.code == 1, found.out
+    commands = [" ".join(command) for _, command in assert_each_fits(cli, found.out)]
+    for part, command in zip(proposed, commands, strict=False):
+        assert part in command
+    assert "(more than this GPU has)" in found.out
 
 
 OFFLOADED = ("optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_offload_fraction=0.5")

@@ -2,7 +2,8 @@
 
 Seen red: every wait and fence left out (each has its case here); experts, or replicas of tensor parallelism, counted
 twice in the norm; gradients that sequence parallelism adds up after their reduction, taken before, and those that are
-accumulated beside their buffer; buffers that are cleared twice; gradients scaled on some ranks before the norm.
+accumulated beside their buffer; buffers that are cleared twice; gradients scaled on some ranks before the norm;
+gradients that nobody scales, where an optimizer that was made before `stop_using` still waits for them.
 """
 
 from __future__ import annotations
@@ -319,9 +320,19 @@ def test_an_optimizer_that_nobody_has_is_gone(ranks: Ranks) -> None:
     assert changed == []
 
 
-def test_an_optimizer_of_megatron_takes_its_place(ranks: Ranks) -> None:
-    ((norms, alone),) = ranks.run(1, "megatron_edge_cases.norms_of_megatrons_own_that_is_made_anew")
+def test_gradients_that_nobody_cleared_are_not_stepped_with_again(ranks: Ranks) -> None:
+    """Seen red: an error about a method that Megatron's users do not know."""
+    for raised in ranks.run(1, "megatron_edge_cases.steps_without_cleared_gradients")[0]:
+        assert "those of the last step were not cleared" in raised
+        assert "fix: one step() for each backward, and zero_grad_buffer() of every model chunk" in raised
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_an_optimizer_of_megatron_takes_its_place(ranks: Ranks, stopped: bool) -> None:
+    case = "megatron_edge_cases.norms_of_megatrons_own_that_is_made_anew"
+    ((norms, alone, raised),) = ranks.run(1, case, stopped=stopped)
     assert norms == alone
+    assert "have another one by now" in raised
 
 
 def test_what_other_optimizers_and_newer_versions_do_is_refused(ranks: Ranks) -> None:

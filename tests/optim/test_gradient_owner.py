@@ -134,6 +134,15 @@ def test_a_wait_that_is_forgotten_is_an_error() -> None:
         owner.optimizer.wait_for_weights(["other"])
 
 
+def test_a_second_step_asks_for_gradients_of_the_owner() -> None:
+    """Seen red: told to make the optimizer with overlap=False, which takes no gradients."""
+    owner = Owner(offload_fraction=1.0)
+    owner.train(1)
+    with pytest.raises(ModelError, match="without a new gradient") as caught:
+        owner.optimizer.step()
+    assert caught.value.fix == "take_gradient() between two steps"
+
+
 def test_gradients_that_are_taken_can_be_given_up() -> None:
     owner = Owner(offload_fraction=0.5)
     owner.microbatch(0, last=True, wait=True)

@@ -3,7 +3,7 @@
 Seen red: with each wait of the two copies left out (below), with addresses of before, with masters taken anew from
 weights that merely lie elsewhere, with `.grad` that is not put back, with staging buffers that count as filled, with
 backward refused at the first stand-in alone, with weights compared after their memory was retired, with FP8 moments
-that numpy had read in place.
+that numpy had read in place, with a weight in shared memory that torch calls resizable.
 """
 
 from __future__ import annotations
@@ -388,6 +388,18 @@ def test_state_that_numpy_shares_stays_and_is_named() -> None:
     stays = {stays.name: stays.why for stays in optimizer.sleep().stays}
     assert "numpy" in stays[buffer.owner]
     assert (shared == 0).all()
+    optimizer.wake()
+    loss_of(model, 0).backward()
+    optimizer.step()
+    assert_equal(snapshot(model, optimizer), _one_step())
+
+
+def test_a_weight_that_another_process_shares_stays_and_is_named() -> None:
+    model, optimizer = make("device", torch.float32)
+    name, weight = next(iter(model.named_parameters()))
+    weight.share_memory_()  # type: ignore[operator]
+    stays = {stays.name: stays.why for stays in optimizer.sleep().stays}
+    assert "another process" in stays[name]
     optimizer.wake()
     loss_of(model, 0).backward()
     optimizer.step()

@@ -147,12 +147,58 @@ def test_a_configuration_file_is_a_workload(tmp_path: Path) -> None:
     assert config_workload(tmp_path / "config.json", sequence_tokens=8).sequence_tokens == 8
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", json.dumps({"model_type": "none such"})])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        "{}",
+        "[" * 100_000,
+        json.dumps({"model_type": "none such"}),
+        '{"model_type": "llama", "model_type": "llama"}',
+    ],
+)
 def test_what_is_no_configuration_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "config.json"
     file.write_text(text)
     with pytest.raises(ModelError, match="does not describe a"):
         config_workload(file, sequence_tokens=8)
+
+
+LLAMA = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"hidden_size": -8}, "hidden_size is -8"),
+        ({"hidden_size": "8"}, "expected int, got str"),
+        ({"hidden_size": 7}, "not a multiple of the number of attention heads"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers is 1000000"),
+        ({"vocab_size": 10**30}, "vocab_size is a number of 31 digits"),
+        ({"intermediate_size": -1}, "intermediate_size is -1"),
+        ({"num_key_value_heads": 0}, "ZeroDivisionError"),
+        ({"head_dim": -4}, "negative dimension"),
+        ({"rope_theta": "x"}, "TypeError"),
+    ],
+)
+def test_sizes_that_no_model_has_are_told_by_name(tmp_path: Path, wrong: dict[str, Any], told: str) -> None:
+    """Seen red: errors of transformers and torch with their tracebacks, and hours for a million layers."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "llama", **LLAMA, **wrong}))
+    with pytest.raises(ModelError, match=told) as caught:
+        config_workload(file, sequence_tokens=8)
+    assert caught.value.fix
+
+
+def test_a_misspelt_size_is_not_replaced_by_the_usual_one(tmp_path: Path) -> None:
+    """Seen red: a plan of 32 layers, which transformers takes where nothing says how many."""
+    given = {("num_hidden_layer" if name == "num_hidden_layers" else name): size for name, size in LLAMA.items()}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "llama", **given}))
+    with pytest.raises(ModelError, match="no model has num_hidden_layer\n") as caught:
+        config_workload(file, sequence_tokens=8)
+    assert caught.value.fix == "did you mean num_hidden_layers?"
 
 
 def test_sizes_below_one_are_refused() -> None:

@@ -252,6 +252,19 @@ def test_the_text_of_short_steps_is_in_milliseconds_and_of_none_says_so() -> Non
     assert Trace().summary().explain().startswith("offload work: no step was traced\n")
 
 
+def test_a_wait_that_is_longer_than_the_work_is_no_part_of_it() -> None:
+    """Seen red: 2.000 ms of work, of which 2.500 ms were exposed."""
+    waited = [
+        copy("h2d", 0.0005, 0.0025, 4_000_000),
+        Span("offload/wait/h2d", Lane.COMPUTE, 0.0, 0.0025, kind=SpanKind.WAIT),
+    ]
+    first, *_ = Trace(waited).summary().explain().splitlines()
+    assert first == (
+        "offload work 2.000 ms per step: 0.000 ms hidden, all of it exposed: compute waited 2.500 ms, from before some "
+        "of it began"
+    )
+
+
 @pytest.mark.parametrize(
     ("start_s", "end_s", "nbytes", "says"),
     [

@@ -106,7 +106,10 @@ def test_all_violations_are_listed_at_once(refused: Cli) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["train", "--recipy", "x"], "No such option"),
+        (
+            ["train", "--recipy", "x"],
+            "train has no option --recipy\n  fix: --recipe; `hostward train --help` lists what",
+        ),
         (["train", "--optimizer.lr", "3"], "fix: options of training are written optimizer.lr=VALUE"),
         (
             ["train", "--optimizer-cpu-offload"],
@@ -115,8 +118,15 @@ def test_all_violations_are_listed_at_once(refused: Cli) -> None:
         (["train", "--cpu-offloading-num-layers", "2"], "are written model.cpu_offloading_num_layers=VALUE"),
         (["train", "--deepspeed", "ds.json"], "  fix: leave it out, and write what its file says as namespace.option="),
         (["verify", "--dry-run"], "  fix: only hostward train has it; hostward plan reports what a run would need"),
-        (["train", "--recipe"], "requires an argument"),
-        (["trian"], "No such command"),
+        (["train", "--recipe"], "error: hostward train --recipe requires an argument\n  fix: --recipe VALUE: A recipe"),
+        (["plan", "--no-pin=3"], "plan --no-pin does not take a value\n  fix: --no-pin: With a CPU"),
+        (["plan", "--seq", "many"], "hostward plan does not take --seq many\n  why: "),
+        (["plan", "--batch=0"], "plan does not take --batch 0\n  why: "),
+        (["plan", "--zzz"], "plan has no option --zzz\n  fix: `hostward plan --help` lists what it takes"),
+        (["checkpoint", "inspect"], "error: hostward checkpoint inspect needs FOLDER\n  fix: FOLDER: DIR/iter"),
+        (["recipes", "all"], "error: hostward recipes: got unexpected extra argument"),
+        (["bench", "machines"], "bench has no command 'machines'\n  fix: hostward bench machine"),
+        (["trian"], "error: hostward has no command 'trian'\n  fix: hostward train"),
         ([], "Usage:"),
     ],
 )
@@ -355,7 +365,7 @@ def test_torchrun_tells_a_bad_command_line_once() -> None:
     """And torchrun once more, at its end. Seen red: once for each process; there, how to enable a traceback. Options
     that cannot be carried out are in tests/distributed/test_verify_ranks.py.
     """
-    word, said = "--no-such-flag", "No such option"
+    word, said = "--no-such-flag", "has no option --no-such-flag"
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "hostward", "train", "train.device=cpu"]
     done = run_process([*command, word])
     assert done.returncode != 0

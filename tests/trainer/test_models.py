@@ -16,7 +16,7 @@ from hostward import recipes
 from hostward.config.overrides import apply_overrides
 from hostward.config.schema import Config
 from hostward.errors import ConfigError, ModelError
-from hostward.trainer.models import MASKLESS, build_model, named_shapes, parameter_count, training_loss
+from hostward.trainer.models import MASKLESS, build_model, meta_model, named_shapes, parameter_count, training_loss
 
 SMALL = (
     "model.num_layers=2 model.hidden_size=64 model.ffn_hidden_size=96 model.num_attention_heads=4 "
@@ -282,6 +282,23 @@ def test_pretrained_folder_that_is_missing_or_broken(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
     with pytest.raises(ModelError, match="is not a pretrained folder"):
         build(pretrained(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"hidden_size": -64}, "hidden_size is -64"),
+        ({"hidden_size": "64"}, "expected int, got str"),
+        ({"head_dim": -4}, "negative dimension"),
+    ],
+)
+def test_pretrained_folder_with_sizes_that_no_model_has(tmp_path: Path, wrong: dict[str, Any], told: str) -> None:
+    """Seen red: errors of transformers and torch, with their tracebacks."""
+    build(small("llama")).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **wrong}))
+    with pytest.raises(ModelError, match=told):
+        meta_model(pretrained(tmp_path), None, torch.float32)
 
 
 def drop_one_weight(file: Path) -> None:

@@ -2,7 +2,8 @@
 
 Seen red: a state dict of weights without bytes (written as 0 bytes, without an error), copies of them, a view that a
 graph holds while its memory goes, a weight written on the device and fetched again as it was; records of fences that
-keep a dropped model; an evaluation in another thread that reads weights which training frees.
+keep a dropped model; an evaluation in another thread that reads weights which training frees; a crash of torch where
+shared memory is allocated again.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
@@ -288,6 +290,43 @@ def test_a_weight_that_somebody_holds_is_stepped() -> None:
     found, _ = train(model, LATE, attached={"weights": ALL})
     assert same(found, expected("encoder"))
     assert torch.equal(view, model.encoder.layers[1].linear1.weight[:2])  # type: ignore[union-attr, index]
+
+
+@pytest.mark.parametrize("how", ["model", "layer", "weights", "data", "sent"])
+def test_a_weight_that_another_process_shares_stays(how: str) -> None:
+    model = network("encoder")
+    shared = model.encoder.layers[1].linear1.weight  # type: ignore[union-attr, index]
+    twins = []
+
+    def share(_: object) -> None:
+        if twins:
+            return
+        if how == "model":
+            model.share_memory()
+        elif how == "layer":
+            model.encoder.layers[1].share_memory()  # type: ignore[union-attr, index, operator]
+        elif how == "weights":
+            shared.share_memory_()  # type: ignore[operator]
+        elif how == "data":
+            shared.data.share_memory_()  # type: ignore[operator]
+        twins.append(pickle.loads(bytes(ForkingPickler.dumps(shared))))
+
+    found, run = train(model, LATE, attached={"weights": ALL}, each=share, steps=3)
+    whole, _ = train(network("encoder"), steps=3)
+    assert same(found, whole)
+    assert torch.equal(twins[0], shared)  # type: ignore[arg-type]
+    assert run is not None
+    assert "other code held them" in run.report().explain()
+
+
+def test_weights_shared_before_are_not_offloaded() -> None:
+    model = frozen()
+    layer(model, 1).share_memory()
+    whole = gradients(frozen())
+    with away(model) as run:
+        assert layers_here(model) == [1, 3]
+        assert same(gradients(model), whole)
+        assert "of another process" in run.report().explain()
 
 
 def test_modified_weights_raise_in_backward() -> None:

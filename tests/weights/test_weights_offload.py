@@ -252,7 +252,7 @@ def test_memory_of_others_is_refused_and_a_copy_of_it_is_not() -> None:
     model = network("encoder")
     for p in model.parameters():
         p.requires_grad_(False).data.numpy()  # its memory is as one that is mapped from a file
-    with pytest.raises(ConfigError, match=r"memory is that of a file or of NumPy(.|\n)*p\.data = p\.data\.clone\(\)"):
+    with pytest.raises(ConfigError, match=r"memory is that of a file, of NumPy(.|\n)*p\.data = p\.data\.clone\(\)"):
         hostward.attach(model, weights=ALL)
     for p in model.parameters():
         p.data = p.data.clone()

@@ -30,12 +30,12 @@ from hostward.cli.output import (
     require_replaceable,
     require_writable,
     text_stream,
-    usage_errors,
     wrapped,
     write_json,
     write_report,
 )
 from hostward.cli.recipe import DEFAULT_RECIPE, checked, listing
+from hostward.cli.usage import asks_for_help, usage_error, usage_errors
 from hostward.core.startup import Startup
 from hostward.errors import EXIT_CODES, ConfigError, ExitCode, HostwardError, MemoryLimitError
 from hostward.report.schema import PAGE_FILE, REPORT_FILE, TRACE_FILE, read_report
@@ -423,8 +423,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str], debug: bool) -> int:
     try:
-        chosen = app(words, standalone_mode=False, prog_name="hostward")
-        if isinstance(chosen, int):  # --help
+        chosen = _parsed(words)
+        if isinstance(chosen, int):
             return chosen
         chosen()
         return ExitCode.SUCCESS
@@ -457,13 +457,22 @@ def _run(words: list[str], debug: bool) -> int:
             raise
         ranks.report_error(f"error: out of memory\n  why: {str(error).splitlines()[0]}\n  fix: {_LESS_MEMORY}")
         return MemoryLimitError.exit_code
+
+
+def _parsed(words: list[str]) -> Callable[[], None] | int:
+    """Return the command that the words are for, ready to be run, or the exit code if help has been printed instead.
+
+    Raises:
+        ConfigError: the words are no command line.
+    """
+    try:
+        chosen: Callable[[], None] | int = app(words, standalone_mode=False, prog_name="hostward")
     except usage_errors() as error:
-        if ranks.reports_error(everywhere=True):
+        if asks_for_help(error):
             error.show()
-            ranks.leave_for_launcher(f"error: {error.format_message()}")
-            _explain_flag(getattr(error, "option_name", None) or "")
-        ranks.wait_for_others()
-        return ExitCode.ERROR
+            return ExitCode.ERROR
+        raise usage_error(error, app, words) from None
+    return chosen
 
 
 def _notes(ended: BaseException) -> list[str]:
@@ -478,14 +487,6 @@ def _is_out_of_memory(error: BaseException) -> bool:
     """
     text = str(error).lower()
     return isinstance(error, MemoryError) or "out of memory" in text or "not enough memory" in text
-
-
-def _explain_flag(flag: str) -> None:
-    from hostward.config.overrides import unknown_flag
-
-    fix = unknown_flag(flag)
-    if fix is not None:
-        print(f"  fix: {fix}", file=sys.stderr)
 
 
 def _seed_environment(deterministic: bool) -> None:

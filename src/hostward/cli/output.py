@@ -19,8 +19,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
-import typer
-
 from hostward.checkpoint.files import is_checkpoint
 from hostward.core.units import size
 from hostward.errors import ConfigError
@@ -164,12 +162,6 @@ def _filled(text: str, width: int, first: str, later: str) -> str:
     return textwrap.fill(
         text, width, initial_indent=first, subsequent_indent=later, break_long_words=False, break_on_hyphens=False
     )
-
-
-def usage_errors() -> type[Any]:
-    """Return the class of errors for words that the command line does not understand."""
-    # typer brings its own copy of click or imports it, depending on its version; its public subclass knows which.
-    return next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
 def print_tables(tables: Sequence[Any], stream: TextIO) -> None:

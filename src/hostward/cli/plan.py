@@ -18,11 +18,11 @@ from hostward.cli.output import (
     require_replaceable,
     require_writable,
     text_stream,
-    usage_errors,
     wrapped,
     write_json,
 )
 from hostward.cli.recipe import DEFAULT_RECIPE, configured
+from hostward.cli.usage import usage_errors
 from hostward.errors import ConfigError, ExitCode, HostwardError, UnknownNameError
 from hostward.plan.hardware_profile import PROFILES
 from hostward.trainer.garbage_collection import gc_disabled
@@ -39,6 +39,11 @@ if TYPE_CHECKING:
     from hostward.plan.workload import Workload
 
 DEFAULT_PROFILE = "h200"
+MOST = 1 << 30
+"""Tokens of a microbatch, and sequences of a step, at most."""
+MOST_TOKENS = 1 << 24
+"""Of a sequence, at most: a mask has the square of it."""
+MOST_GPUS = 1 << 16
 
 Words = Annotated[
     list[str] | None,
@@ -62,13 +67,15 @@ ConfigFile = Annotated[
     Path | None, typer.Option("--config", metavar="PATH", help="A transformers config.json instead of a recipe.")
 ]
 Sequence = Annotated[
-    int | None, typer.Option("--seq", min=1, help="With --config: tokens in a sequence.", show_default="4096")
+    int | None,
+    typer.Option("--seq", min=1, max=MOST_TOKENS, help="With --config: tokens in a sequence.", show_default="4096"),
 ]
 Batch = Annotated[
     int | None,
     typer.Option(
         "--batch",
         min=1,
+        max=MOST,
         help="With --config: sequences in a step, of all GPUs.",
         show_default="one microbatch of each GPU",
     ),
@@ -77,7 +84,8 @@ Reshard = Annotated[
     bool, typer.Option("--reshard", help="With --config and several GPUs: reshard layers after forward.")
 ]
 Micro = Annotated[
-    int | None, typer.Option("--micro-batch", min=1, help="With --config: sequences in a microbatch.", show_default="1")
+    int | None,
+    typer.Option("--micro-batch", min=1, max=MOST, help="With --config: sequences in a microbatch.", show_default="1"),
 ]
 Device = Annotated[
     str | None,
@@ -261,11 +269,14 @@ class Flags:
             raise ConfigError(
                 f"--gpus {self.gpus} is not a number of GPUs", fix="--gpus 8, or --gpus 1,4,8 for a line of each"
             )
-        return list(dict.fromkeys(map(int, words)))
+        counts = list(dict.fromkeys(map(int, words)))
+        if max(counts) > MOST_GPUS:
+            raise ConfigError(f"--gpus {max(counts)} are more than can be planned", fix=f"at most {MOST_GPUS:,}")
+        return counts
 
     def of(self, count: int) -> Flags:
         """Return the flags that ask for this number of GPUs alone."""
-        return replace(self, gpus=str(count))
+        return replace(self, gpus=str(count), reshard=self.reshard and count > 1)
 
     def fixed(self, fix: Fix) -> Flags:
         """Return the flags with the fix of a plan that does not fit."""
@@ -273,6 +284,7 @@ class Flags:
 
         sizes = {"device": fix.device_bytes, "host": fix.host_bytes, "pinned": fix.pinned_bytes}
         given: dict[str, Any] = {f"{name}_memory": size_option(size) for name, size in sizes.items() if size}
+        given |= {"hardware": fix.hardware, "device_memory": None} if fix.hardware else {}
         given |= {"gpus": str(fix.gpus)} if fix.gpus else {}
         given |= {"no_pin": True} if fix.unpinned else {}
         given |= {"step_early": None} if fix.none_early else {}
@@ -345,6 +357,12 @@ class Flags:
         sizes = self.sequence, self.batch, self.micro_batch
         form = _state_format(() if self.config is None else self.words)
         traced = cache(partial(_traced, sequence=self.sequence, micro_batch=self.micro_batch, form=form))
+        if (tokens := (self.sequence or 4096) * (self.micro_batch or 1)) > MOST:
+            raise ConfigError(f"a microbatch of {tokens:,} tokens is more than can be planned", fix=f"at most {MOST:,}")
+        if self.reshard and self.counts() == [1]:
+            raise ConfigError(
+                "--reshard has no effect with one GPU", why="it holds all", fix="leave it out, or --gpus N"
+            )
         if self.config is None:
             names = "--seq", "--batch", "--micro-batch", "--reshard"
             _require_none_of_a_file(dict(zip(names, (*sizes, self.reshard), strict=True)))
@@ -559,17 +577,22 @@ def _state_format(words: tuple[str, ...]) -> StateFormat:
     """Return how state is stored by the options that go with `--config`; raise ConfigError for others."""
     from hostward.config.overrides import apply_overrides, split_word
     from hostward.config.rules.combinations import STATE_OPTIONS
-    from hostward.config.schema import Config
+    from hostward.config.schema import Config, get_option
+    from hostward.config.validate import value_violation
     from hostward.trainer.plan_request import state_format
 
     config = apply_overrides(Config(), words)
-    names = [f"{info.namespace}.{info.name}" for info, _ in map(split_word, words)]
+    asked = [info for info, _ in map(split_word, words)]
+    names = [info.dotted for info in asked]
     if other := next((name for name in names if name not in STATE_OPTIONS.values()), None):
         raise ConfigError(
             f"{other} does not go with --config",
             why=f"of a recipe's options it takes {', '.join(STATE_OPTIONS.values())}; the file says what the model is",
             fix="leave it out, see the flags of hostward plan --help, or plan a recipe",
         )
+    for info in asked:
+        if wrong := value_violation(info, get_option(config, info.dotted)):
+            raise ConfigError(wrong.message, why=wrong.why, fix=wrong.fix)
     return state_format(config)
 
 

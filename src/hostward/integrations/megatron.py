@@ -171,9 +171,16 @@ def use(*, clip: str = "hostward", early_gradients: bool = True, **options: Any)
 
 
 def stop_using() -> None:
-    """Let `get_megatron_optimizer` make Megatron's own optimizers again; those that were made stay as they are."""
+    """Let `get_megatron_optimizer` make Megatron's own optimizers again.
+
+    Those that were made go on stepping their model chunks, until another optimizer is made for these: names that make
+    optimizers go on telling them.
+    """
     for (where, path), value in _SETTINGS.originals.items():
         _put(where, path, value)
+    for where, path in (REPLACED[-1], *REFUSED):
+        if (where, path) in _SETTINGS.originals:
+            _put(where, path, _leaving(_SETTINGS.originals[where, path]))
 
 
 def _found(where: str, path: str) -> Any:
@@ -204,6 +211,18 @@ def _refusing(make: Callable[..., Any], what: str) -> Callable[..., Any]:
                 why="hostward's step is one AdamW over all weights, with one norm",
                 fix='optimizer="adam" for a model with one optimizer, or leave optimizer_cpu_offload out',
             )
+        return leaving(*args, **kwargs)
+
+    leaving = _leaving(make)
+    return called
+
+
+def _leaving(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls `make`, when hostward's optimizers have left the model chunks that it gets."""
+
+    @wraps(make)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        leave(inspect.signature(make).bind(*args, **kwargs).arguments.get("model_chunks", ()))
         return make(*args, **kwargs)
 
     return called
@@ -513,6 +532,8 @@ class Offloading:
         """Entries that were handed out, with the versions of their tensors: Megatron copies into some of them."""
         self._versions: dict[int, int] = {}
         self._left_to_step: set[int] = set()
+        self._read_by_step = False
+        """True if a step has been made with gradients that nobody has cleared since."""
         self._together = False
         self._scale: dict[int, Any] = {}
         """Factors by which Megatron scales gradients before the step, where they leave early, by model chunk."""
@@ -811,6 +832,7 @@ class Offloading:
         taken = optimizer.gradients_taken
         for shard in self._of(model_params):
             if shard.name not in taken and not shard.changed_later:
+                self._require_cleared()
                 gradient = shard.model_param.main_grad.view(-1)[shard.start : shard.stop]  # type: ignore[attr-defined]
                 optimizer.take_gradient(shard.name, self._for_step(shard, gradient), borrowed=True)
 
@@ -821,8 +843,18 @@ class Offloading:
     def _before_clearing(self) -> None:
         """Forget gradients that are about to be cleared, where no step has been made with them."""
         self._scale.clear()
+        self._read_by_step = False
         if self._made is not None and self._made.gradients_taken:
             self._made.discard_gradients()
+
+    def _require_cleared(self) -> None:
+        """Raise OrderingError where gradients are taken that the last step was made with, or that add to those."""
+        if self._read_by_step:
+            raise OrderingError(
+                "gradients are taken for a step of Megatron's optimizer, but those of the last step were not cleared",
+                why="the last step may still read them, and they would be stepped with twice",
+                fix="one step() for each backward, and zero_grad_buffer() of every model chunk before the next forward",
+            )
 
     def _wait_for_readers(self) -> None:
         """Wait until gradients have been read that are about to be cleared."""
@@ -904,12 +936,14 @@ class Offloading:
             if gradient is None:
                 continue
             if self.overlaps:
+                self._require_cleared()
                 optimizer.take_gradient(shard.name, gradient.view(-1), borrowed=True)
             else:
                 shard.weight.grad = gradient.view_as(shard.weight)
         if self.clips:
             optimizer.max_grad_norm = float(self.config.clip_grad or 0.0)  # Megatron reads it at each step, too
         optimizer.step(gradient_scale=self._gradient_scale())
+        self._read_by_step = self.overlaps
         if not self.steps_weights:
             optimizer.wait_for_weights()
         for shard in self._shards.values():

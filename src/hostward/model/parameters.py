@@ -100,6 +100,16 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return fsdp2.part_of(tensor)
 
 
+def can_resize(storage: torch.UntypedStorage) -> bool:
+    """Return whether torch can free a storage's memory and allocate it again.
+
+    It cannot if the memory is that of a file or of NumPy, nor, on the CPU, if `share_memory_` or torch.multiprocessing
+    has shared it: torch calls that resizable too, and crashes. On a GPU, where all memory counts as shared, a process
+    that was sent a tensor keeps the memory as it was.
+    """
+    return storage.resizable() and not (storage.device.type == "cpu" and storage.is_shared())
+
+
 def sharding_of(tensor: torch.Tensor) -> object:
     """Return how a tensor is sharded over ranks, for `sharded_as`; None for a plain tensor."""
     if is_plain(tensor) or not _is_sharded(tensor):

@@ -628,10 +628,11 @@ class AdamW(torch.optim.Optimizer):
         if gradients or self._grad_hooks.taken:
             self._issue(waiting, gradients, scale)
         elif self._grad_hooks.used_only():
+            by_hooks = "run a backward pass between two steps, or make the optimizer with overlap=False"
             raise ModelError(
                 "step() without a new gradient",
-                why="the last step used up what was in .grad",
-                fix="run a backward pass between two steps, or make the optimizer with overlap=False",
+                why="the last step used up all that there was",
+                fix=by_hooks if self._by_hooks else "take_gradient() between two steps",
             )
         else:
             # grad_norm and last_step_skipped describe this step, not the one before, which may still read its own.

@@ -24,7 +24,7 @@ from hostward.core.units import size_bytes
 from hostward.errors import ConfigError, MemoryLimitError, ModelError
 from hostward.model.autograd import is_saved
 from hostward.model.fence import Fence, plain_type, up
-from hostward.model.parameters import ParamRecord, local_of
+from hostward.model.parameters import ParamRecord, can_resize, local_of
 from hostward.optim.bucket_lifecycle import Asleep, Kinds
 from hostward.optim.bucket_state import BucketState
 from hostward.optim.offloaded_grad import Fate, OffloadedGrad, Where
@@ -412,7 +412,7 @@ def state_memory(parts: Parts) -> Iterator[tuple[Memory, Why | None]]:
         storage = buffer.data.untyped_storage()
         if buffer.tier is Tier.DEVICE and storage.nbytes() and storage._cdata not in seen:
             seen.add(storage._cdata)
-            yield Memory(Kinds.STATE, buffer.owner, storage, buffer.owner), None if storage.resizable() else Why.FIXED
+            yield Memory(Kinds.STATE, buffer.owner, storage, buffer.owner), None if can_resize(storage) else Why.FIXED
 
 
 def gradient_memory(parts: Parts) -> Iterator[tuple[Memory, Why | None]]:
@@ -473,7 +473,7 @@ def _shares(local: torch.Tensor, memory: Memory, sharing: Mapping[int, int], *, 
 
 def _held(storage: torch.UntypedStorage, tensors: int) -> Why | None:
     """Return why a storage stays that `tensors` known tensors use, besides its Python object."""
-    if not storage.resizable():
+    if not can_resize(storage):
         return Why.FIXED
     return Why.HELD if torch._C._storage_Use_Count(storage._cdata) > tensors + 1 else None
 

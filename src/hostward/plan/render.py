@@ -81,7 +81,8 @@ def _title(found: Answer) -> str:
     workload, hardware = question.workload, question.hardware
     gpu = hardware.gpu.name if hardware.gpu else "no GPU"
     sequences = "sequence" if workload.microbatch_sequences == 1 else "sequences"
-    numel = workload.inventory.numel * workload.ranks
+    # The largest part of each parameter, times the number of ranks, is more than there is.
+    numel = question.whole.inventory.numel if question.whole else workload.inventory.numel * workload.ranks
     what = f"{workload.name}: {billions(numel)} trained parameters"
     counts = f"{workload.microbatches} x {workload.microbatch_sequences} {sequences} of {workload.sequence_tokens:,}"
     measured = f", measured {hardware.measured_at}" if hardware.measured_at else ""

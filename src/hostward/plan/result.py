@@ -55,6 +55,8 @@ class Fix:
     """Of each GPU; the other two are of the machine."""
     host_bytes: int | None = None
     pinned_bytes: int | None = None
+    hardware: str | None = None
+    """Shipped profile whose GPU, with the memory that it has, takes the place of this one."""
     gpus: int | None = None
     step_sequences: int | None = None
     """Sequences in a step of all GPUs."""
@@ -220,8 +222,11 @@ def _fixes(question: Question, frontier: Frontier, known: Sequence[Candidate], r
     if not any(raised):
         nearest = needed(frontier.nearest(question.budgets).needs, question.budgets.phases)
         raised = [_limits(question, {name: nearest[name] for name in over})]
+    every = [fix for fix in (*found, *raised, _more_gpus(question)) if fix]
+    if all(_is_beyond(fix, question.hardware) for fix in every):
+        every = [*_larger_gpus(question), *every]
     # What no GPU has comes last.
-    return sorted(filter(None, [*found, *raised, _more_gpus(question)]), key=_is_beyond)
+    return sorted(every, key=_is_beyond)
 
 
 def _smaller_state(question: Question, speeds: Speeds) -> Fix | None:
@@ -273,7 +278,7 @@ def _fits(question: Question, speeds: Speeds) -> bool:
 
 def _smallest_fits(asked: tuple[Workload, Speeds, Required, Forced], budgets: Budgets) -> bool:
     """Return whether something fits without a frontier, which takes a hundred estimates and more."""
-    return Frontier(*asked, weighed=False).smallest_fits(budgets)
+    return Frontier(*asked, weighed=False).smallest(budgets) is not None
 
 
 def _raised(question: Question, name: str, known: Sequence[Candidate]) -> Fix | None:
@@ -294,13 +299,74 @@ def _limits(question: Question, limits: Mapping[str, int]) -> Fix:
         words.append(f"{_as_asked(nbytes * of)} of {name} memory{each} instead of {size(before)}")
     device, host, pinned = (totals.get(name) for name in ("device", "host", "pinned"))
     fix = Fix(" and ".join(words), device_bytes=device, host_bytes=host, pinned_bytes=pinned)
-    return replace(fix, what=f"{fix.what} (no GPU of a shipped profile has it)") if _is_beyond(fix) else fix
+    gpu = question.hardware.gpu
+    if _is_beyond(fix):
+        return replace(fix, what=f"{fix.what} (no GPU of a shipped profile has it)")
+    if gpu is not None and (fix.device_bytes or 0) > gpu.memory_bytes:
+        return replace(fix, what=f"{fix.what} (more than this GPU has)")
+    return fix
 
 
-def _is_beyond(fix: Fix) -> bool:
-    """Return whether the fix takes more device memory than any GPU of the shipped profiles has, less a reserve."""
-    gpus = [gpu for name in PROFILES if (gpu := profile(name).gpu)]
+def _is_beyond(fix: Fix, *hardware: Hardware) -> bool:
+    """Return whether the fix takes more device memory than these GPUs have, less a reserve.
+
+    Without `hardware` they are those of all shipped profiles.
+    """
+    gpus = [each.gpu for each in hardware or map(profile, PROFILES) if each.gpu]
     return (fix.device_bytes or 0) > max(device_budget(gpu.memory_bytes, 1) for gpu in gpus)
+
+
+def _larger_gpus(question: Question) -> list[Fix]:
+    """Propose the smallest larger GPU that is enough, as many as now.
+
+    Where it takes more of the machine than there is, propose also how many of a larger GPU are enough without that.
+    """
+    gpu = question.hardware.gpu
+    # Of GPUs with the same memory, the first of PROFILES.
+    cards = {card.gpu.memory_bytes: card for card in map(profile, reversed(PROFILES)) if card.gpu and gpu}
+    larger = []
+    for memory_bytes, card in sorted(cards.items()):
+        if gpu and memory_bytes > gpu.memory_bytes:
+            device_bytes = default_budgets(card, question.gpus).device_bytes
+            budgets = replace(question.budgets, device_bytes=device_bytes)
+            larger.append(replace(question, hardware=card, budgets=budgets))
+    there = next(filter(None, (_as_many(each, each.budgets) for each in larger)), None)
+    if there is not None:
+        return [there]
+    machine = replace(question.budgets, host_bytes=None, pinned_bytes=None)
+    tried = (_as_many(each, replace(machine, device_bytes=each.budgets.device_bytes)) for each in larger)
+    more = (_more_gpus(each, other=True) for each in larger)
+    return [fix for found in (tried, more) if (fix := next(filter(None, found), None))]
+
+
+def _as_many(question: Question, budgets: Budgets) -> Fix | None:
+    """Propose the question's GPUs within these budgets, with what they need of the machine; None if nothing fits."""
+    asked, speeds = question.workload, speeds_of(question.hardware, question.gpus)
+    for resharded in sorted({asked.resharded, asked.ranks > 1}):
+        tried = replace(asked, resharded=resharded)
+        found = Frontier(tried, speeds, required_of(tried), question.forced, weighed=False).smallest(budgets)
+        if found is not None:
+            break
+    else:
+        return None
+    needs, limits = needed(found.needs, budgets.phases), question.budgets.limits
+    host, pinned = (max(needs[name], limits.get(name, 0)) * question.gpus for name in ("host", "pinned"))
+    parts = [_cards(question, question.gpus), f"{_as_asked(host)} of host memory"]
+    parts += [f"{_as_asked(pinned)} of pinned memory"] if "pinned" in limits else []
+    again = resharded and not asked.resharded
+    parts += ["layers resharded after forward"] if again else []
+    return Fix(
+        ", ".join(parts),
+        host_bytes=host,
+        pinned_bytes=pinned if "pinned" in limits else None,
+        hardware=question.hardware.name,
+        resharded=again,
+    )
+
+
+def _cards(question: Question, gpus: int) -> str:
+    gpu = question.hardware.gpu
+    return f"{gpus} x {gpu.name} (hardware {question.hardware.name})" if gpu else f"{gpus} GPUs"
 
 
 def _as_asked(nbytes: int) -> str:
@@ -308,9 +374,10 @@ def _as_asked(nbytes: int) -> str:
     return size(size_bytes(size_option(nbytes), ""))
 
 
-def _more_gpus(question: Question) -> Fix | None:
+def _more_gpus(question: Question, *, other: bool = False) -> Fix | None:
     """Propose the smallest number of GPUs among which it fits, in doublings, each with the limits that it has now.
 
+    `other`: the question's hardware is not the one that was asked for.
     The step stays as it is where it can be divided among them; else each GPU has as many microbatches as now.
     """
     asked, whole, forced = question.workload, question.whole, question.forced
@@ -334,7 +401,8 @@ def _more_gpus(question: Question) -> Fix | None:
         for resharded in sorted({asked.resharded, True}):
             if tried is not None and fits(replace(tried, resharded=resharded)):
                 step = None if kept else microbatches * asked.microbatch_sequences
-                return _machines(question, ranks, step, resharded=resharded and not asked.resharded)
+                again = resharded and not asked.resharded
+                return _machines(question, ranks, step, resharded=again, other=other)
     return None
 
 
@@ -347,11 +415,12 @@ def _among(whole: Workload, ranks: int, microbatches: int) -> Workload | None:
         return None
 
 
-def _machines(question: Question, ranks: int, step_sequences: int | None, *, resharded: bool) -> Fix:
+def _machines(question: Question, ranks: int, step_sequences: int | None, *, resharded: bool, other: bool) -> Fix:
     """Return the fix of as many GPUs in machines like this one, with what else has to change."""
+    cards = _cards(question, ranks) if other else f"{ranks} GPUs"
     limits, count = question.budgets.limits, ranks // question.gpus
     host, pinned = (limits[name] * ranks if name in limits else None for name in ("host", "pinned"))
-    parts = [f"{ranks} GPUs, as in {count} machines like this one (for memory: seconds are predicted for one machine)"]
+    parts = [f"{cards}, as in {count} machines like this one (for memory: seconds are predicted for one machine)"]
     parts += [f"{_as_asked(host)} of host memory in all"] if host is not None else []
     parts += ["layers resharded after forward"] if resharded else []
     parts += [f"a step of {_sequences(step_sequences)}"] if step_sequences else []
@@ -359,6 +428,7 @@ def _machines(question: Question, ranks: int, step_sequences: int | None, *, res
         ", ".join(parts),
         host_bytes=host,
         pinned_bytes=pinned,
+        hardware=question.hardware.name if other else None,
         gpus=ranks,
         step_sequences=step_sequences,
         resharded=resharded,
@@ -368,7 +438,7 @@ def _machines(question: Question, ranks: int, step_sequences: int | None, *, res
 def more_gpus_in_vain(found: Answer) -> str:
     """Say what more GPUs do not make smaller, in a sentence; "" where they would help, or it fits."""
     question, whole = found.question, found.question.whole
-    if found.chosen is not None or whole is None or any(fix.gpus for fix in found.fixes):
+    if found.chosen is not None or whole is None or any(fix.gpus and not fix.hardware for fix in found.fixes):
         return ""
     ways = question.gpus << 2, question.gpus << _MOST_DOUBLINGS
     among = [replace(tried, resharded=True) for ranks in ways if (tried := _among(whole, ranks, ranks))]

@@ -167,13 +167,13 @@ class Frontier:
     def _holds_fitting(self, budgets: Budgets) -> bool:
         return any(not budgets.over(candidate.needs) for candidate in self._seen.values())
 
-    def smallest_fits(self, budgets: Budgets) -> bool:
-        """Return whether a choice fits that keeps least on the device: then `fits` is true, too.
+    def smallest(self, budgets: Budgets) -> Candidate | None:
+        """Return the first choice within the budgets of those that keep least on the device: then `fits` is true, too.
 
         All state is on the host, and so are the inputs of layers, which are recomputed.
         """
         smallest = (self._alike(1.0, 0.0, _SMALLEST, weights) for weights in self._weight_sets())
-        return any(not budgets.over(candidate.needs) for candidate in smallest)
+        return next((candidate for candidate in smallest if not budgets.over(candidate.needs)), None)
 
     def fits_at_last(self, budgets: Budgets) -> bool:
         """Return whether `best_at_last` finds a choice; it is asked only where the frontier nearly fits."""

@@ -121,7 +121,9 @@ class Summary:
     offload_s: float
     """Seconds in which at least one lane other than compute worked."""
     exposed_s: float
-    """Seconds in which the GPU was idle because of offload work."""
+    """Seconds in which the GPU was idle because of offload work, from before it began where the GPU was earlier: it
+    may be more than `offload_s`.
+    """
     hidden_s: float
     """Offload work that overlapped with compute, in seconds."""
     parts: dict[str, PartSummary] = field(default_factory=dict)
@@ -136,7 +138,10 @@ class Summary:
         def mean(seconds: float) -> str:
             return f"{seconds * per_unit / self.steps:.3f} {unit}"
 
-        work = f"{mean(self.offload_s)} per step: {mean(self.hidden_s)} hidden, {mean(self.exposed_s)} exposed"
+        work, waited = mean(self.offload_s), mean(self.exposed_s)
+        exposed = f"{waited} exposed"
+        if self.exposed_s > self.offload_s and waited != work:
+            exposed = f"all of it exposed: compute waited {waited}, from before some of it began"
 
         def copies(of: Summary | PartSummary) -> str:
             told = []
@@ -146,7 +151,8 @@ class Summary:
                 told.append(f"{direction} {moved / self.steps / 1e9:.3f} GB in {mean(seconds)}{rate}")
             return ", ".join(told)
 
-        lines = [f"offload work {work}", f"per step: {copies(self)}, host step {mean(self.host_step_s)}"]
+        overlap = f"offload work {work} per step: {mean(self.hidden_s)} hidden, {exposed}"
+        lines = [overlap, f"per step: {copies(self)}, host step {mean(self.host_step_s)}"]
         for name, part in self.parts.items():
             waited = "" if part.exposed_s is None else f", {mean(part.exposed_s)} exposed"
             lines.append(f"of it, {name}: {copies(part)}{waited}")

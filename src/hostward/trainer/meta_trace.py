@@ -17,8 +17,10 @@ from hostward.errors import ModelError
 from hostward.plan.workload import Workload
 from hostward.profiler.workload import workloads_of
 from hostward.runtime.backend import TORCH_DTYPES
-from hostward.trainer.models import meta_model, on_meta, training_loss
+from hostward.trainer.models import describing, meta_model, on_meta, require_sizes, training_loss
 from hostward.trainer.plan_request import state_format
+
+NAME_ANOTHER = "name a config.json of a causal language model of transformers, or the folder that holds it"
 
 
 def trace_recipe(config: Config, vocab_size: int | None, lengths: Sequence[int]) -> list[Workload]:
@@ -53,32 +55,26 @@ def described_model(file: Path, content: Mapping[str, Any], dtype: torch.dtype) 
     what it has.
     Raises ModelError if it is not a causal language model.
     """
-    fix = "name a config.json of a causal language model of transformers, or the folder that holds it"
     given = {name: value for name, value in content.items() if not name.endswith("attn_implementation")}
     if (kind := str(given["model_type"])) not in CONFIG_MAPPING:
         near = difflib.get_close_matches(kind, list(CONFIG_MAPPING), n=1)
         raise ModelError(
             f"{file} does not describe a model",
             why=f"transformers {transformers.__version__} knows no model type {kind!r}",
-            fix=f"did you mean {near[0]!r}? Else {fix}" if near else fix,
+            fix=f"did you mean {near[0]!r}? Else {NAME_ANOTHER}" if near else NAME_ANOTHER,
         )
-    try:
+    require_sizes(file, given)
+    with describing(file, f"correct it there, or {NAME_ANOTHER}"):
         described: Any = AutoConfig.for_model(given.pop("model_type"), **given)
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ModelError(
-            f"{file} does not describe a model", why=f"{type(error).__name__}: {error}", fix=fix
-        ) from error
     if type(described) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
             f"{file} does not describe a causal language model",
             why=f"transformers {transformers.__version__} has none of model type {kind!r}",
-            fix=fix,
+            fix=NAME_ANOTHER,
         )
     described.use_cache = False
-    try:
+    with describing(file, f"correct it there, or {NAME_ANOTHER}"):
         model = on_meta(described, dtype)
-    except (ValueError, KeyError, ImportError) as error:
-        raise ModelError(f"{file} does not describe a causal language model", why=str(error), fix=fix) from error
     attention = model.config._attn_implementation
     return model, kind if attention == "sdpa" else f"{kind} ({attention} attention)"
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hostward.config.schema import Config, ModelConfig
-from hostward.errors import ConfigError, ModelError, needed_for
+from hostward.errors import ConfigError, HostwardError, ModelError, needed_for
 
 if TYPE_CHECKING:
     import torch
@@ -127,7 +129,9 @@ def meta_model(config: Config, vocab_size: int | None, dtype: torch.dtype) -> An
     model = config.model
     if model.hf_model_path is None:
         return on_meta(transformers_config(model, vocab_size=vocab_size), dtype)
-    return on_meta(pretrained_config(model, model.hf_model_path), dtype)
+    described = pretrained_config(model, model.hf_model_path)
+    with describing(Path(model.hf_model_path) / "config.json", _CORRECT):
+        return on_meta(described, dtype)
 
 
 def on_meta(described: Any, dtype: torch.dtype) -> Any:
@@ -253,19 +257,73 @@ def type_of_folder(path: str) -> str | None:
     """Return the model type that the config.json of a pretrained folder names.
 
     Raises:
-        ModelError: no such folder, or no readable config.json in it.
+        ModelError: no such folder, no readable config.json in it, or sizes in that which no model has.
     """
     file = Path(path) / "config.json"
     try:
-        found: str | None = json.loads(file.read_text(encoding="utf-8")).get("model_type")
-    except (OSError, ValueError, AttributeError) as error:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        found: str | None = content.get("model_type")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         missing = not Path(path).exists()
         raise ModelError(
             f"model.hf_model_path={path} is not a pretrained folder",
             why="there is no such folder here, and nothing is downloaded" if missing else f"{file}: {error}",
             fix="name a local folder that holds config.json and the weights, or fetch the model into one first",
         ) from error
+    require_sizes(file, content)
     return found
+
+
+_CORRECT = "write the folder again with save_pretrained of the model, or name another one"
+_SIZES = {
+    "num_hidden_layers": (1, 4096),
+    "hidden_size": (1, 1 << 20),
+    "vocab_size": (1, 1 << 28),
+    "num_attention_heads": (1, 1 << 16),
+    "num_key_value_heads": (0, 1 << 16),
+    "intermediate_size": (0, 1 << 24),
+}
+"""Sizes that most models have, by their name, and the least and the most that is built."""
+_NEAR = 0.85
+"""Likeness of names from which on one is taken to be misspelt."""
+
+
+def require_sizes(file: Path, content: Mapping[str, Any]) -> None:
+    """Raise ModelError where a size of a model is none, or a name of one is misspelt: transformers would take both."""
+    for given in (content, content.get("text_config")):
+        if isinstance(given, Mapping):
+            _require_sizes(file, given)
+
+
+def _require_sizes(file: Path, given: Mapping[str, Any]) -> None:
+    for name, (least, most) in _SIZES.items():
+        value = given.get(name)
+        if isinstance(value, int) and not least <= value <= most:
+            shown = value if abs(value) < 10**12 else f"a number of {len(str(abs(value)))} digits"
+            raise ModelError(f"{file}: {name} is {shown}", fix=f"a whole number from {least} to {most:,}")
+    for name in given.keys() - _SIZES.keys():
+        near = difflib.get_close_matches(name, _SIZES.keys() - given.keys(), n=1, cutoff=_NEAR)
+        if near:
+            raise ModelError(
+                f"{file}: no model has {name}",
+                why=f"transformers would ignore it, and take its own {near[0]}",
+                fix=f"did you mean {near[0]}?",
+            )
+
+
+@contextmanager
+def describing(file: Path, fix: str) -> Iterator[None]:
+    """Turn what transformers and torch raise in the block into a ModelError: the configuration describes no model."""
+    with needed_for("a model", "train"):
+        from huggingface_hub.errors import StrictDataclassError
+    wrong = ValueError, TypeError, LookupError, AttributeError, ImportError, ArithmeticError, RuntimeError
+    try:
+        yield
+    except HostwardError:
+        raise
+    except (*wrong, StrictDataclassError) as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split("\nException raised from")[0].split())
+        raise ModelError(f"{file} does not describe a model", why=why, fix=fix) from error
 
 
 def pretrained_config(model: ModelConfig, path: str) -> Any:
@@ -282,9 +340,10 @@ def pretrained_config(model: ModelConfig, path: str) -> Any:
             f"model.hf_model_path={path} holds a model of type {found!r}, not {model.architecture!r}",
             fix=f"set model.architecture={found}, or name another folder",
         )
-    described: Any = AutoConfig.from_pretrained(
-        path, local_files_only=True, attn_implementation=model.attn_implementation
-    )
+    with describing(Path(path) / "config.json", _CORRECT):
+        described: Any = AutoConfig.from_pretrained(
+            path, local_files_only=True, attn_implementation=model.attn_implementation
+        )
     described._attn_implementation = _attention(model, getattr(described, "layer_types", None) or ())
     if model.architecture == "qwen3_moe":
         described._experts_implementation = model.experts_implementation

@@ -149,9 +149,9 @@ def config_workload(
     if not file.exists():
         raise ModelError(f"there is no {file}", why="models are read from disk; nothing is downloaded", fix=fix)
     try:
-        content: Any = json.loads(file.read_text(encoding="utf-8"))
+        content: Any = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_each_once)
         content["model_type"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ModelError(
             f"{file} does not describe a model",
             why=f"{type(error).__name__}: {error}",
@@ -166,6 +166,15 @@ def config_workload(
 
     question = {"config": content, "dtype": dtype, "microbatch_sequences": microbatch_sequences}
     return replace(cached_workload(folder, question, sequence_tokens, trace), microbatches=microbatches)
+
+
+def _each_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON. Raises ValueError for a name that is there twice: which one counts, nobody says."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(n for n in names if names.count(n) > 1)} is there twice")
+    return found
 
 
 # The cache of traced workloads.

@@ -14,7 +14,7 @@ from hostward.core.placement import Placement
 from hostward.errors import ConfigError, HostwardError, ModelError
 from hostward.model.deferred_weights import drop_value, is_away, taken, value_of
 from hostward.model.fence import plain_type
-from hostward.model.parameters import ParamRecord, local_of
+from hostward.model.parameters import ParamRecord, can_resize, local_of
 from hostward.optim.weight_copies import WeightCopies
 from hostward.runtime.backend import Backend, Buffer, Event, Tier
 from hostward.schedule.ops import Lane
@@ -31,7 +31,7 @@ class Stays(StrEnum):
     SHARED = "it shares its memory with another one"
     PART = "it is a part of a larger buffer, as with Megatron's data parallelism: buffers are freed as a whole"
     LAYOUT = "it does not fill its memory, in order"
-    MAPPED = "its memory is that of a file or of NumPy, which torch cannot free"
+    MAPPED = "its memory is that of a file, of NumPy or of another process, which torch cannot free"
     DTYPE = "its dtype is none of bf16, fp16, fp32"
     TRAINED = "it is trained, and the host does not step it"
     WHOLE = "FSDP2 leaves it whole"
@@ -82,7 +82,7 @@ def choose(
             name = f"{path}.{name}" if path else name
             tracked = owned.get(parameter)
             why = why_stays(name, parameter, sharing, tracked is not None, min_elements, backend.device, gathers)
-            if why is None and not local_of(parameter).untyped_storage().resizable():
+            if why is None and not can_resize(local_of(parameter).untyped_storage()):
                 why = Stays.MAPPED  # a weight that `move` keeps on the CPU gets other memory
             if why is None and (tracked is not None or parameter.requires_grad):
                 problem = _not_stepped_here(copies, tracked)

@@ -14,7 +14,7 @@ import torch
 
 from hostward.errors import ModelError
 from hostward.model.autograd import is_saved
-from hostward.model.parameters import local_of
+from hostward.model.parameters import can_resize, local_of
 from hostward.optim.bucket_lifecycle import Asleep, Kinds
 from hostward.runtime.backend import Backend, Batch, Buffer, Event, Held, Tier, Work
 from hostward.schedule.ops import Lane
@@ -75,13 +75,13 @@ class Weight:
         return self.local._version + (self.parameter._version if self.sharded else 0)
 
     def held(self) -> bool:
-        """Return whether other code holds its memory: a view, or a graph that saved it without our hooks."""
+        """Return whether other code holds its memory: a view, a graph that saved it without our hooks, a process."""
         # The parameter, the storage's Python object and our tensors over it.
         ours = 1 + len(self.here) + (self.padding is not None)
         if torch._C._storage_Use_Count(self.storage._cdata) > self.holders + ours:
             return True
-        if not self.storage.resizable():
-            return True  # a numpy array shares it, or did
+        if not can_resize(self.storage):
+            return True
         return is_saved(self.parameter)
 
     def require_in(self, module: torch.nn.Module, name: str) -> None:

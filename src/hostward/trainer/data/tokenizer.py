@@ -148,13 +148,18 @@ def _load(folder: str) -> Any:
             fix="give the path of a folder with tokenizer.json or the tokenizer's own vocabulary files",
         )
     with needed_for("tokenizer.tokenizer_type=huggingface", "train"):
+        from huggingface_hub.errors import StrictDataclassError
         from transformers import AutoTokenizer
+    wrong = OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, StrictDataclassError
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except wrong as error:
+        lines = (
+            str(error).split("\n") if isinstance(error, StrictDataclassError) else str(error).strip().splitlines()[:1]
+        )
         raise DataError(
             f"the tokenizer in {folder} cannot be loaded",
-            why=f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no detail'}",
+            why=f"{type(error).__name__}: {' '.join(map(str.strip, lines)) or 'no detail'}",
             fix="write the folder again with save_pretrained of the tokenizer",
         ) from error
 
