@@ -16,12 +16,14 @@ import torch
 import hostward
 import hostward.checkpoint as checkpoint
 from hostward.checkpoint import api
+from hostward.checkpoint.save_plan import PiecePlanner
 from hostward.checkpoint.state_dict import empty_optimizer_tensors, pieces_of
 from hostward.errors import CheckpointError, HostwardError
 from hostward.optim.state_dict import Rows
 
 AT_ONCE_BYTES = 8 << 20
 WIDTH, DEPTH = 1024, 16
+LARGE_WIDTH = 4096
 ROLES = ("exp_avg", "exp_avg_sq", "main_param")
 STATE_BYTES = 12 * DEPTH * WIDTH * (WIDTH + 1)
 
@@ -82,14 +84,15 @@ def save_and_restore(folder: Path, at_once_bytes: int, most_bytes: int, width: i
 def restore_one_large(folder: Path, uncut: bool, most_bytes: int) -> None:
     global DEPTH
     DEPTH = 1
+    PiecePlanner.__init__.__kwdefaults__["piece_bytes"] = AT_ONCE_BYTES
     if uncut:
         api._in_large_chunks = lambda metadata: {"0.weight"}  # type: ignore[assignment]
-    save_and_restore(folder, 64 << 20, most_bytes, width=8192)
+    save_and_restore(folder, AT_ONCE_BYTES, most_bytes, width=LARGE_WIDTH)
 
 
 def test_restoring_a_large_parameter_takes_a_few_of_its_rows(tmp_path: Path) -> None:
     """As an embedding is. The control reads it as a whole, as where other programs saved it in one chunk."""
-    most = 12 * 8192 * 8192 // 2
+    most = 12 * LARGE_WIDTH * LARGE_WIDTH * 3 // 4
     forked.call(restore_one_large, tmp_path / "rows", False, most, limit_s=60.0)
     with pytest.raises(RuntimeError):
         forked.call(restore_one_large, tmp_path / "whole", True, most, limit_s=60.0)
