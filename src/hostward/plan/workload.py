@@ -209,7 +209,11 @@ def in_format(workload: Workload, form: StateFormat) -> Workload:
 
 def to_text(workload: Workload) -> str:
     """Write a workload as JSON without names of fields; `from_text` of the same source reads an equal workload."""
-    return json.dumps(dataclasses.astuple(workload), allow_nan=False, separators=(",", ":"))
+    return json.dumps(workload, default=_values, allow_nan=False, separators=(",", ":"))
+
+
+def _values(value: Any) -> list[Any]:
+    return [getattr(value, field.name) for field in dataclasses.fields(value)]
 
 
 def from_text(text: str) -> Workload:
