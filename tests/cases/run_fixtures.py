@@ -12,6 +12,7 @@ import torch
 from cli_runs import SMALL, Outcome, read_json
 
 from hostward.cli import main
+from hostward.trainer import workload
 
 Cli = Callable[..., Outcome]
 
@@ -38,6 +39,14 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+
+
+@pytest.fixture(autouse=True)
+def one_length_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each model at the length that is asked for, and not at two more for plans of other lengths: those take twice as
+    long, and tests/trainer/test_workload_cache.py is about them.
+    """
+    monkeypatch.setattr(workload, "lengths_around", lambda sequence_tokens: (sequence_tokens,))
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from run_fixtures import (
     cache as cache,
     cli as cli,
+    one_length_is_traced as one_length_is_traced,
     one_process as one_process,
     own_cache as own_cache,
     refused as refused,

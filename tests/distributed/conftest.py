@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from run_fixtures import one_length_is_traced as one_length_is_traced
 from world import World
 
 

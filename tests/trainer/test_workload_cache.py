@@ -30,6 +30,11 @@ from hostward.trainer.workload import NOT_TRACED, config_workload, recipe_worklo
 TINY = "qwen3_moe_tiny_pretrain_config"
 
 
+@pytest.fixture(autouse=True)
+def one_length_is_traced() -> None:
+    """Not here."""
+
+
 @pytest.fixture(scope="module")
 def workload() -> Workload:
     return recipe_workload(load(TINY))
