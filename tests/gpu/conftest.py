@@ -15,6 +15,11 @@ import numpy as np
 import pytest
 import torch
 
+# Workers of a test run take the GPUs in turn (scripts/gpu_tests.sh), before CUDA starts.
+if gpus := os.environ.get("HOSTWARD_TEST_GPUS"):
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(int(worker) % int(gpus))
+
 # Equal runs have equal bits only so: cuBLAS reads its variable when it starts, and cuDNN's attention adds in any order.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 torch.backends.cuda.enable_cudnn_sdp(False)
@@ -43,8 +48,9 @@ def _device_to_itself() -> Iterator[None]:
 
 @contextmanager
 def devices_to_itself() -> Iterator[None]:
-    """Nobody else in this test run uses the devices. Not to be entered twice."""
-    with (Path(tempfile.gettempdir()) / f"hostward-tests-{os.getuid()}.lock").open("w") as file:
+    """Nobody else in this test run uses the devices that it sees. Not to be entered twice."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "all").replace(",", "-")
+    with (Path(tempfile.gettempdir()) / f"hostward-tests-{os.getuid()}-{seen}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
