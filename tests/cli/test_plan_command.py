@@ -372,8 +372,13 @@ def test_steps_during_backward_are_planned_and_taken_back(cli: Cli, tmp_path: Pa
     assert found.code == 1
     fix = next(line for line in found.out.splitlines() if line.startswith("    hostward plan") and "early" not in line)
     assert "optimizer_offload_fraction" in fix
-    refused = cli("plan", *words, "--step-early", "1.5")
+    nothing = cli("plan", *TINY, "--place", "*=streamed", "--step-early", "1").out
+    assert "the CPU steps none of the state" in nothing
+    assert cli("plan", *words, "--step-early", "1.5").code == 2
+    scaled = [word for word in words if "params_dtype" not in word]
+    refused = cli("plan", *scaled, "model.params_dtype=fp16", "--step-early", "0.5")
     assert refused.code == 2
+    assert "steps are guessed for gradients that are not scaled" in refused.err
 
 
 def test_two_plans_are_compared(cli: Cli, tmp_path: Path) -> None:

@@ -89,16 +89,18 @@ def test_a_plan_with_steps_during_backward_is_carried_out(small: Workload) -> No
         optimizer = hostward.AdamW(model, plan=made, backend=SimulatedBackend(threads=1))
         held.append(optimizer.backend.ledger.total_bytes(Tier.HOST))
     assert held[0] - held[1] == early.predicted.host_bytes - late.predicted.host_bytes > 0
-    for made, share in ((late, 0.5), (early, True)):
+    for made, share in ((late, 0.5), (early, True), (early, "all")):
         with pytest.raises(ConfigError, match="the plan counts on") as caught:
-            hostward.AdamW(model, plan=made, step_early=share, backend=SimulatedBackend(threads=1))
-        assert f"optimizer.step_early={float(share):g}" in caught.value.fix
+            hostward.AdamW(model, plan=made, step_early=share, backend=SimulatedBackend(threads=1))  # type: ignore[arg-type]
+        assert "hostward plan --step-early" in caught.value.fix
     hostward.AdamW(model, plan=early, step_early=0.5, backend=SimulatedBackend(threads=1))
     with pytest.raises(ConfigError, match="step_early with overlap=False"):
         hostward.AdamW(model, plan=early, overlap=False, backend=SimulatedBackend(threads=1))
     by_option = apply_overrides(config, ["optimizer.optimizer_cpu_offload=True", "optimizer.step_early=1"])
     with pytest.raises(ConfigError, match="--plan and optimizer"):
         with_plan(by_option, early)
+    with pytest.raises(ConfigError, match="without the overlap"):
+        with_plan(apply_overrides(config, ["optimizer.overlap_cpu_optimizer_d2h_h2d=False"]), early)
 
 
 @pytest.fixture(scope="module")

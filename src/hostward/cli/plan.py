@@ -348,7 +348,7 @@ class Flags:
         """
         from hostward.plan.cost_model import speeds_of
         from hostward.plan.result import Question
-        from hostward.trainer.plan_request import by_hand, forced_by_hand
+        from hostward.trainer.plan_request import by_hand, forced_by_hand, require_early
 
         machine = _hardware(self.hardware)
         hand = partial(by_hand, self.place, self.keep, self.weights)
@@ -377,6 +377,7 @@ class Flags:
                 name = self.recipe or DEFAULT_RECIPE
                 options = configured(name, self.words)
                 chosen = hand(options.model.num_layers if options.model.hf_model_path is None else None)
+                require_early(options, self.step_early or 0.0)
                 whole, workload, forced, phases = _of_recipe(name, options, count, speeds_of(machine, count))
             if self.no_pin:
                 whole, workload = (replace(w, pin_gradients=False, pin_weights=False) for w in (whole, workload))

@@ -83,16 +83,16 @@ class PlacementPolicy:
 
         Raises ConfigError where another one is asked for.
         """
-        if self._plan is None or (asked := float(asked)) == self._plan.step_early:
+        if self._plan is None:
             return asked
-        if asked:
+        planned = self._plan.step_early
+        if asked and asked != planned:
             raise ConfigError(
-                f"plan=... and step_early={asked:g}",
-                why=f"the plan counts on {self._plan.step_early:g}, in host memory and in time",
-                fix="leave step_early out, or make the plan with it: "
-                f"hostward plan optimizer.step_early={asked:g} ... --json FILE",
+                f"plan=... and step_early={asked!r}",
+                why=f"the plan counts on {planned:g}, in host memory and in time",
+                fix="leave step_early out, or make the plan with it: hostward plan --step-early SHARE ... --json FILE",
             )
-        return self._plan.step_early
+        return planned
 
     def streamed_share(
         self, backend: Backend, buckets: Sequence[Bucket], offload_fraction: float, ranks: Ranks | None = None

@@ -106,9 +106,11 @@ def _title(found: Answer) -> str:
     plain = " and ".join(what for what, locked in pinned.items() if not locked)
     if plain:
         lines.append(f"{plain} of CPU-stepped buckets are not pinned: their copies take longer than predicted")
-    if workload.step_early:
+    if workload.step_early and Placement.HOST in (found.chosen or found.nearest).choice.placements:
         share = "CPU-stepped state" if workload.step_early == 1 else f"{workload.step_early:.0%} of CPU-stepped state"
         lines.append(f"{share} is stepped during backward, into a second set on the host; a step that clips is slower")
+    elif workload.step_early:
+        lines.append("the CPU steps none of the state, so there is none to be stepped during backward")
     if found.speeds.assumed:
         known = ((*_RATES[name], rate) for name, rate in found.speeds.assumed)
         lines.append(f"not measured, assumed: {'; '.join(words.format(rate / unit) for unit, words, rate in known)}")

@@ -26,7 +26,7 @@ from hostward.schedule.optimizer import GRADIENTS_IN_FLIGHT
 from hostward.schedule.staging import MIN_STAGING_BUFFERS, staging_buffer_bytes, streamed_bytes
 from hostward.trainer.models import layers_of as of_model
 from hostward.trainer.parallel import Held
-from hostward.trainer.plan_request import require_planned, shares, state_format
+from hostward.trainer.plan_request import require_early, require_planned, shares, state_format
 
 
 def share_of(config: Config, data_ranks: int) -> Config:
@@ -80,6 +80,7 @@ def with_plan(config: Config, plan: PlanFile) -> Config:
         "model.recompute_granularity": config.model.recompute_granularity is not None,
     }
     require_planned(config, "--plan")
+    require_early(config, plan.step_early)
     for option, used in own.items():
         if used:
             raise ConfigError(
@@ -92,7 +93,7 @@ def with_plan(config: Config, plan: PlanFile) -> Config:
     found.optimizer.optimizer_offload_fraction = plan.asked_fraction
     found.optimizer.offload_mix = plan.streamed_fraction or None
     found.optimizer.gradients = "host" if plan.gradients_on_host else None
-    found.optimizer.step_early = plan.step_early
+    found.optimizer.step_early = plan.step_early if plan.asked_fraction else 0.0
     found.optimizer.pin_cpu_grads, found.optimizer.pin_cpu_params = plan.pin_gradients, plan.pin_weights
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -9,6 +10,7 @@ from typing import NamedTuple, TypeVar
 
 from hostward.config.rules.table import DEPENDENT, other_kind, serial
 from hostward.config.schema import Config, get_option, nearest
+from hostward.config.validate import check
 from hostward.core.inventory import Dtype, StateFormat
 from hostward.core.placement import Placement, place_fraction
 from hostward.core.units import MIB
@@ -151,6 +153,17 @@ def require_planned(config: Config, what: str) -> None:
             fix="leave the option out, and the plan chooses; or train without a plan: hostward train estimates the "
             "memory of such a run before it starts",
         )
+
+
+def require_early(config: Config, share: float) -> None:
+    """Raise ConfigError if nothing could be stepped during backward with these options, where a plan offloads state."""
+    if not share:
+        return
+    offloading = copy.deepcopy(config)
+    options = offloading.optimizer
+    options.step_early, options.optimizer_cpu_offload = share, True
+    options.optimizer_offload_fraction = options.optimizer_offload_fraction or 1.0
+    check(offloading)
 
 
 def unplanned_graphs(what: str) -> NotBuiltError:
