@@ -6,7 +6,8 @@
 Megatron's local layers with torch's fused attention, bf16, gradients added up in fp32, Megatron's distributed optimizer
 with both overlaps, clipping at 1. `device`: nothing offloaded, torch's fused AdamW. `hybrid`: Megatron's
 HybridDeviceOptimizer at 100 % on torch's fused AdamW for CPUs, `hybrid-overlap` with overlap_cpu_optimizer_d2h_h2d.
-`hostward-25`, `-50`, `-100`: the same flags after `hostward.integrations.megatron.use()`. Each turn of a contender is a
+`hostward-25`, `-50`, `-100`: the same flags after `hostward.integrations.megatron.use()`, `hostward-100-early` after
+`use(step_early=...)`, which gains in steps that do not clip (`--clip-grad 1000`). Each turn of a contender is a
 process of its own, and turns go through them in both orders. Seconds of a step are from its begin to the next one's, on
 the device's clock; bytes are the peak that torch's allocator gave out on the first device, and the growth of the
 resident memory of all ranks.
@@ -34,7 +35,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "cases"))
 
 from machine import describe
 
-CONTENDERS = ("device", "hybrid", "hybrid-overlap", "hostward-25", "hostward-50", "hostward-100")
+EARLY = {"streamed_fraction": 0.3, "step_early": 0.7}
+CONTENDERS = ("device", "hybrid", "hybrid-overlap", "hostward-25", "hostward-50", "hostward-100", "hostward-100-early")
 SHAPES = {
     "1.7b": {"num_layers": 28, "hidden_size": 2048, "ffn_hidden_size": 6144, "num_attention_heads": 16},
     "0.2b": {"num_layers": 12, "hidden_size": 1024, "ffn_hidden_size": 3072, "num_attention_heads": 16},
@@ -70,28 +72,31 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def built(name: str, shape: str, seq: int, rows: int) -> Any:
+def built(name: str, arguments: argparse.Namespace) -> Any:
     """Return Megatron's model and optimizer as this contender has them."""
     import megatron_cases as cases
 
     import hostward.integrations.megatron as integration
 
-    kind, _, percent = name.partition("-")
-    flags: dict[str, Any] = {"clip_grad": 1.0}
+    kind, percent, *more = [*name.split("-"), ""]
+    flags: dict[str, Any] = {"clip_grad": arguments.clip_grad}
     if kind != "device":
         flags |= {
             "offload_fraction": float(percent) / 100 if kind == "hostward" else 1.0,
             "use_precision_aware_optimizer": True,
             "overlap_cpu_optimizer_d2h_h2d": name != "hybrid",
         }
-    model = {**SHAPES[shape], "use_cpu_initialization": False, "perform_initialization": False}
-    (integration.use if kind == "hostward" else integration.stop_using)()
+    model = {**SHAPES[arguments.model], "use_cpu_initialization": False, "perform_initialization": False}
+    if kind == "hostward":
+        integration.use(**(EARLY if "early" in more else {}))
+    else:
+        integration.stop_using()
     run = cases.build(
         cases.Layout(dist.get_world_size()),
         overlap=True,
         bucket_size=40_000_000,
         model=model,
-        data=cases.Data(vocabulary=32_000, sequence=seq, rows=rows),
+        data=cases.Data(vocabulary=32_000, sequence=arguments.seq, rows=arguments.rows),
         attention=Attention,
         **flags,
     )
@@ -121,7 +126,7 @@ def _measured(name: str, arguments: argparse.Namespace, tokens: int) -> dict[str
     import megatron_cases as cases
 
     before = resident_bytes()
-    run = built(name, arguments.model, arguments.seq, arguments.rows)
+    run = built(name, arguments)
     marks = []
 
     def mark(_: int) -> None:
@@ -169,6 +174,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="of each contender and turn that count")
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
+    parser.add_argument("--clip-grad", type=float, default=1.0)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     spawn = multiprocessing.get_context("spawn")  # importing Megatron-Core starts CUDA, which forks do not survive
@@ -183,6 +189,7 @@ def main() -> None:
         "machine": alone(describe),
         "model": arguments.model,
         "rows": arguments.rows,
+        "clip_grad": arguments.clip_grad,
         "cases": [],
     }
     for tokens in arguments.tokens:

@@ -71,8 +71,16 @@ def trained(
         options = {**how, **way}
         with left_out(without):
             run = built(layout, options.pop("fraction"), **options)
-            found.append(told_by(run, cases.train(run, steps, microbatches=microbatches)))
-        parts = [p for p in cases.inner_optimizers(run) if isinstance(p, integration.OffloadedHybrid)]
+            parts = [p for p in cases.inner_optimizers(run) if isinstance(p, integration.OffloadedHybrid)]
+            guessed: list[int] = []
+
+            def count(_: int, parts: list[Any] = parts, guessed: list[int] = guessed) -> None:
+                """Count the buckets that are being stepped, before the step."""
+                executors = [part.shared.optimizer._executor for part in parts[:1]]
+                guessed += [sum(bucket.guessed for bucket in each._buckets) for each in executors]
+
+            found.append(told_by(run, cases.train(run, steps, microbatches=microbatches, before_step=count)))
+            found[-1]["guessed"] = guessed
         if parts:
             plan = parts[0].shared.optimizer.plan
             found[-1]["placed"] = plan.placed_fraction

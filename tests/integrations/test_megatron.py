@@ -102,6 +102,18 @@ def test_each_way_of_megatron(ranks: Ranks, how: dict[str, Any]) -> None:
         assert_near(kept, {k: [v for v in theirs[k] if v is not None] for k in kept})
 
 
+@pytest.mark.parametrize("layout", ["dp2", "ep2", "pp2-interleaved"])
+def test_steps_during_backward_change_no_bit(ranks: Ranks, layout: str) -> None:
+    """Some steps clip. Seen red: a copy of gradients that the guess did not wait for."""
+    ways = [{"fraction": 0.0}, {"fraction": 1.0, "use": {"streamed_fraction": 0.0, "step_early": True}}]
+    for clip_grad in (0.01, 1e3):
+        options = {**OVERLAPPED, "clip_grad": clip_grad, "steps": 4}
+        for none, early in ranks.run(2, f"{CASES}.trained", layout=layout, ways=ways, **options):
+            assert bits(early) == bits(none)
+            assert none["guessed"] == [0] * 4
+            assert min(early["guessed"]) > 3
+
+
 def test_the_optimizer_of_torch_overlaps_nothing(ranks: Ranks) -> None:
     own = {"fraction": None, "use_precision_aware_optimizer": False}
     how = {**OVERLAPPED, "use_torch_optimizer_for_cpu_offload": True}
@@ -238,6 +250,12 @@ def test_clipping_before_a_step_is_refused(ranks: Ranks) -> None:
         ({"use": {"module": None}}, "leave module out"),
         ({"use": {"streamed": 1}}, "no option 'streamed'"),
         ({"use": {"clip": "never"}}, "clip='never'"),
+        ({**PRECISE, "use": {"step_early": True}}, "gradients leave at the step"),
+        ({**OVERLAPPED, "use": {"step_early": True, "clip": "megatron"}}, "gradients leave at the step"),
+        (
+            {**OVERLAPPED, "use": {"step_early": 0.5}, "model": {"calculate_per_token_loss": True}},
+            "divided by the number of tokens",
+        ),
     ],
 )
 def test_what_the_step_cannot_do_is_refused(ranks: Ranks, how: dict[str, Any], why: str) -> None:

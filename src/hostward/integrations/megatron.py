@@ -115,8 +115,8 @@ def use(*, clip: str = "hostward", early_gradients: bool = True, **options: Any)
         early_gradients: offload gradients as soon as their bucket group is reduced, while backward goes on; needs
             `overlap_grad_reduce`, `overlap_cpu_optimizer_d2h_h2d` and clip="hostward", and neither a loss scaler nor
             `reduce_scatter_with_fp32_accumulation`. Otherwise they are offloaded at the step, with the same bits.
-        options: of `hostward.AdamW`: streamed_fraction, staging_bytes, host_threads, backend. What flags of Megatron
-            say is none of them.
+        options: of `hostward.AdamW`: streamed_fraction, step_early, staging_bytes, host_threads, backend. What flags of
+            Megatron say is none of them. `step_early` needs what `early_gradients` does, and no loss per token.
 
     Raises:
         ConfigError: an option that a flag or Megatron itself says; a Megatron that lacks a name which is needed.
@@ -555,6 +555,7 @@ class Offloading:
         for part in parts:
             if part.owner is not None:
                 self._follow_loads(part)
+        self._require_early()
         self._name_parameters()
         self._cut = self._flat_shards()
 
@@ -603,6 +604,21 @@ class Offloading:
         return bool(config.use_distributed_optimizer and config.use_precision_aware_optimizer_no_fp8_or_ds_fp8)
 
     # ---------------------------------------------------------------- construction
+
+    def _require_early(self) -> None:
+        """Raise ConfigError where `step_early` could step nothing during backward."""
+        if not self._settings.options.get("step_early"):
+            return
+        scaled = any(getattr(chunk.config, "calculate_per_token_loss", False) for chunk in self.chunks)
+        if scaled or not self.early:
+            why = "gradients leave at the step" if not self.early else "gradients are divided by the number of tokens"
+            raise ConfigError(
+                "use(step_early=...) with flags that leave nothing to step during backward",
+                why=f"{why}, and the CPU steps with what it has before, as it is",
+                fix="leave step_early out, or set overlap_grad_reduce and overlap_cpu_optimizer_d2h_h2d, with "
+                'use(clip="hostward"), without a loss scaler, reduce_scatter_with_fp32_accumulation and '
+                "calculate_per_token_loss",
+            )
 
     def _make(self) -> AdamW:
         groups, defaults = [], self._parts[0].defaults
