@@ -25,6 +25,7 @@ import hostward
 from hostward.checkpoint import api
 from hostward.errors import AsleepError, ConfigError, MemoryLimitError, ModelError, OrderingError
 from hostward.model.fence import without_functions
+from hostward.optim import sleeping
 from hostward.runtime.backend import Tier
 from hostward.runtime.simulated.backend import Order, SimulatedBackend
 from hostward.schedule.ops import Lane
@@ -504,7 +505,10 @@ def test_offloaded_weights_stay_where_they_are() -> None:
     assert_equal(trained(asleep=True), trained(asleep=False))
 
 
-def test_no_room_on_the_device_leaves_everything_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("together_bytes", [1, 1 << 30])
+def test_no_room_on_the_device_leaves_everything_asleep(together_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first copies may be under way. Seen red: memory freed before they ended."""
+    monkeypatch.setattr(sleeping, "COPIED_TOGETHER_BYTES", together_bytes)
     model, optimizer = make("device", torch.float32)
     loss_of(model, 0).backward()
     optimizer.sleep()

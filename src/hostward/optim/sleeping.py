@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 OWNER = "asleep"
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+COPIED_TOGETHER_BYTES = 1 << 29
+"""Memory that `wake` allocates before it issues the copies to it."""
 
 
 class Why(StrEnum):
@@ -308,8 +310,7 @@ class Sleeper:
         if not kinds:
             return
         coming = [memory for memory in self._moved if memory.kind in kinds]
-        _allocate(coming)
-        self._copy_back(parts.backend, coming)
+        self._bring_back(parts.backend, coming)
         self.asleep.kinds &= ~kinds
         self._moved = [memory for memory in self._moved if memory.kind not in kinds]
         parts.executor.woken()
@@ -332,35 +333,40 @@ class Sleeper:
         if self._arena is not None:
             self._arena.rest()
 
-    def _copy_back(self, backend: Backend, coming: Sequence[Memory]) -> None:
-        here = [memory.here() for memory in coming]
-        blocks = [memory.block for memory in coming]
-        pairs = [(to, m.there(b)) for m, b, to in zip(coming, blocks, here, strict=True) if b is not None]
-        if not pairs:
-            return
-        # The memory may be that of work which the compute stream still holds.
-        room = backend.retire(here, Lane.COMPUTE).issue()
-        copied = backend.copy(Lane.H2D, pairs, name="offload/h2d/wake", waits=[room]).issue()
-        # The host waits: whoever uses the memory next, on any stream, comes after the copy.
-        backend.wait(copied)
+    def _bring_back(self, backend: Backend, coming: Sequence[Memory]) -> None:
+        """Give storages their bytes again, on the current stream, and copy to them: all of them, or none.
+
+        The driver takes time to find memory, so what was allocated first is copied to meanwhile.
+        """
+        waiting: list[Memory] = []
+        for done, memory in enumerate(coming, start=1):
+            try:
+                memory.storage.resize_(memory.nbytes)
+            except RuntimeError as error:  # torch.OutOfMemoryError on a GPU
+                backend.synchronise()  # what was copied to is about to be freed
+                for made in coming[:done]:
+                    made.storage.resize_(0)
+                raise MemoryLimitError(
+                    f"wake() needs {sum(m.nbytes for m in coming):,} bytes of device memory",
+                    why=str(error).splitlines()[0],
+                    fix="free what uses the device meanwhile, and call wake() again; or wake one kind at a time",
+                ) from error
+            waiting.append(memory)
+            if done == len(coming) or sum(m.nbytes for m in waiting) >= COPIED_TOGETHER_BYTES:
+                _copy_back(backend, waiting)
+                waiting.clear()
+        # The host waits: whoever uses the memory next, on any stream, comes after the copies.
         backend.synchronise()
 
 
-def _allocate(coming: Sequence[Memory]) -> None:
-    """Give storages their bytes again, on the current stream: all of them, or none."""
-    made: list[Memory] = []
-    try:
-        for memory in coming:
-            made.append(memory)
-            memory.storage.resize_(memory.nbytes)
-    except RuntimeError as error:  # torch.OutOfMemoryError on a GPU
-        for memory in made:
-            memory.storage.resize_(0)
-        raise MemoryLimitError(
-            f"wake() needs {sum(m.nbytes for m in coming):,} bytes of device memory",
-            why=str(error).splitlines()[0],
-            fix="free what uses the device meanwhile, and call wake() again; or wake one kind at a time",
-        ) from error
+def _copy_back(backend: Backend, coming: Sequence[Memory]) -> None:
+    here = [memory.here() for memory in coming]
+    blocks = [memory.block for memory in coming]
+    pairs = [(to, m.there(b)) for m, b, to in zip(coming, blocks, here, strict=True) if b is not None]
+    if pairs:
+        # The memory may be that of work which the compute stream still holds.
+        room = backend.retire(here, Lane.COMPUTE).issue()
+        backend.copy(Lane.H2D, pairs, name="offload/h2d/wake", waits=[room]).issue()
 
 
 def _within(found: Sequence[Memory], budget: int, stays: list[Stays]) -> list[Memory]:
