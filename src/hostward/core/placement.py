@@ -227,6 +227,8 @@ def stepped_early(buckets: Sequence[Bucket], placements: Sequence[Placement], sh
     They are the last ones in order of use in forward, to within half of one bucket: their gradients come first, and
     forward needs the weights of the others first, which are stepped in that order once the norm is known.
     """
+    if not share:
+        return frozenset()
     on_host = [b for b, placement in enumerate(placements) if placement is Placement.HOST]
     cumulative = [0, *accumulate(buckets[b].state_bytes for b in reversed(on_host))]
     count = min(range(len(cumulative)), key=lambda k: abs(cumulative[k] - share * cumulative[-1]))

@@ -222,9 +222,10 @@ def _fixes(question: Question, frontier: Frontier, known: Sequence[Candidate], r
     if not any(raised):
         nearest = needed(frontier.nearest(question.budgets).needs, question.budgets.phases)
         raised = [_limits(question, {name: nearest[name] for name in over})]
-    every = [fix for fix in (*found, *raised, _more_gpus(question)) if fix]
+    divided = None if question.whole is None else _Divided(question.whole)
+    every = [fix for fix in (*found, *raised, _more_gpus(question, divided)) if fix]
     if all(_is_beyond(fix, question.hardware) for fix in every):
-        every = [*_larger_gpus(question), *every]
+        every = [*_larger_gpus(question, divided), *every]
     # What no GPU has comes last.
     return sorted(every, key=_is_beyond)
 
@@ -235,6 +236,9 @@ def _smaller_state(question: Question, speeds: Speeds) -> Fix | None:
     if not before.form.split_master:  # torch.optim.AdamW steps state in fp32 alone
         return None
     for form in map(before.form.at_most, _SMALLER_STATE):
+        moments = before.numel * (form.exp_avg.itemsize_bytes + form.exp_avg_sq.itemsize_bytes)
+        if _exceeds(question.workload.weight_bytes + moments, question.budgets):
+            continue
         tried = stored_in(question, form)
         # Placements that are asked for are those of the buckets that there are now.
         if tried is None or (placements and len(tried.inventory.buckets) != len(before.buckets)):
@@ -316,7 +320,7 @@ def _is_beyond(fix: Fix, *hardware: Hardware) -> bool:
     return (fix.device_bytes or 0) > max(device_budget(gpu.memory_bytes, 1) for gpu in gpus)
 
 
-def _larger_gpus(question: Question) -> list[Fix]:
+def _larger_gpus(question: Question, divided: _Divided | None) -> list[Fix]:
     """Propose the smallest larger GPU that is enough, as many as now.
 
     Where it takes more of the machine than there is, propose also how many of a larger GPU are enough without that.
@@ -335,7 +339,7 @@ def _larger_gpus(question: Question) -> list[Fix]:
         return [there]
     machine = replace(question.budgets, host_bytes=None, pinned_bytes=None)
     tried = (_as_many(each, replace(machine, device_bytes=each.budgets.device_bytes)) for each in larger)
-    more = (_more_gpus(each, other=True) for each in larger)
+    more = (_more_gpus(each, divided, other=True) for each in larger)
     return [fix for found in (tried, more) if (fix := next(filter(None, found), None))]
 
 
@@ -374,36 +378,74 @@ def _as_asked(nbytes: int) -> str:
     return size(size_bytes(size_option(nbytes), ""))
 
 
-def _more_gpus(question: Question, *, other: bool = False) -> Fix | None:
+def _more_gpus(question: Question, divided: _Divided | None, *, other: bool = False) -> Fix | None:
     """Propose the smallest number of GPUs among which it fits, in doublings, each with the limits that it has now.
 
     `other`: the question's hardware is not the one that was asked for.
     The step stays as it is where it can be divided among them; else each GPU has as many microbatches as now.
     """
-    asked, whole, forced = question.workload, question.whole, question.forced
-    if whole is None or forced.placements:  # of buckets that other numbers of GPUs do not have
+    asked, forced = question.workload, question.forced
+    if divided is None or forced.placements:  # of buckets that other numbers of GPUs do not have
         return None
-    budgets, hardware = question.budgets, question.hardware
+    whole, budgets, hardware = divided.whole, question.budgets, question.hardware
     if question.gpus == 1 and budgets.device_bytes == default_budgets(hardware, 1).device_bytes:
         budgets = replace(budgets, device_bytes=default_budgets(hardware, 2).device_bytes)
 
-    def fits(tried: Workload) -> bool:
-        asked = tried, speeds_of(hardware, tried.ranks), required_of(tried), forced
-        may = _may_fit(tried, budgets, asked[2])
-        return may and (_smallest_fits(asked, budgets) or Frontier(*asked).fits_at_last(budgets))
+    def possible(ranks: int, microbatches: int, *, resharded: bool) -> _Part | None:
+        part = divided.of(ranks, microbatches, resharded=resharded)
+        return None if part is None or "device" in budgets.over(part.least) else part
 
+    def fits(ranks: int, microbatches: int, *, resharded: bool) -> bool:
+        part = possible(ranks, microbatches, resharded=resharded)
+        if part is None:
+            return False
+        asked = part.workload, speeds_of(hardware, ranks), part.required, forced
+        return _smallest_fits(asked, budgets) or Frontier(*asked).fits_at_last(budgets)
+
+    held = whole.weight_bytes + whole.inventory.state_bytes
     # More ranks than a tensor has rows take more memory again, so the numbers are tried one after the other.
     for doublings in range(1, _MOST_DOUBLINGS + 1):
         ranks = question.gpus << doublings
+        if _exceeds(held / ranks, budgets):
+            continue
         kept = whole.microbatches % ranks == 0
         microbatches = whole.microbatches if kept else asked.microbatches * ranks
-        tried = _among(whole, ranks, microbatches)
+        if possible(ranks, microbatches, resharded=True) is None:  # which takes the least memory
+            continue
         for resharded in sorted({asked.resharded, True}):
-            if tried is not None and fits(replace(tried, resharded=resharded)):
+            if fits(ranks, microbatches, resharded=resharded):
                 step = None if kept else microbatches * asked.microbatch_sequences
                 again = resharded and not asked.resharded
                 return _machines(question, ranks, step, resharded=again, other=other)
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Hold a rank's part of a workload, and the least device memory with which it can be trained."""
+
+    workload: Workload
+    required: Required
+    least: Needs
+
+
+class _Divided:
+    """Divide one workload among numbers of ranks, each once for all GPUs that are tried."""
+
+    def __init__(self, whole: Workload) -> None:
+        self.whole = whole
+        self._parts: dict[tuple[int, int, bool], _Part | None] = {}
+
+    def of(self, ranks: int, microbatches: int, *, resharded: bool) -> _Part | None:
+        """Return a rank's part with a step of so many microbatches in all; None where it cannot be divided."""
+        key = ranks, microbatches, resharded
+        if key not in self._parts:
+            self._parts[key] = None
+            if (tried := _among(self.whole, ranks, microbatches)) is not None:
+                part = replace(tried, resharded=resharded)
+                required = required_of(part)
+                self._parts[key] = _Part(part, required, _least_device(part, required))
+        return self._parts[key]
 
 
 def _among(whole: Workload, ranks: int, microbatches: int) -> Workload | None:
@@ -457,11 +499,15 @@ def more_gpus_in_vain(found: Answer) -> str:
 
 def _may_fit(workload: Workload, budgets: Budgets, required: Required) -> bool:
     """Return False where not even offloading all of the state, with and without the weights, leaves enough memory."""
-    held = workload.weight_bytes + workload.inventory.state_bytes
-    limits = budgets.limits
-    if "device" in limits and "host" in limits and held > limits["device"] + limits["host"]:
+    if _exceeds(workload.weight_bytes + workload.inventory.state_bytes, budgets):
         return False
     return "device" not in budgets.over(_least_device(workload, required))
+
+
+def _exceeds(held_bytes: float, budgets: Budgets) -> bool:
+    """Return whether this is more than device and host together may hold."""
+    limits = budgets.limits
+    return "device" in limits and "host" in limits and held_bytes > limits["device"] + limits["host"]
 
 
 def _least_device(workload: Workload, required: Required) -> Needs:

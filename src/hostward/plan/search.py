@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import groupby
 
 from hostward.core.placement import Placement, placements_of, summed_among
@@ -356,13 +356,16 @@ class Frontier:
         ahead = {keep: self._read_ahead(keep) for keep in _EVEN}
         backward_s = {keep: self._backward_s(keep) for keep in _EVEN}
 
+        balanced = cache(partial(balanced_share, speeds, workload))
+
         def shares(part: int, keep: Keep) -> Sequence[float]:
             # Streamed state needs staging buffers and pinned memory: two shares use it in two ways.
             of_all = part / _EVEN_PARTS
-            share = balanced_share(speeds, workload, None, backward_s[keep] / of_all)
+            over_s = backward_s[keep] / of_all if workload.step_early else 0.0
+            share = balanced(None, over_s)
             if part % _BOTH_AT and part > _BOTH_AT:
                 return (share,)
-            read = balanced_share(speeds, workload, min(1.0, ahead[keep] / of_all), backward_s[keep] / of_all)
+            read = balanced(min(1.0, ahead[keep] / of_all), over_s)
             return (share, read) if abs(read - share) > _SAME_SHARE else (share,)
 
         for keep in _EVEN:
@@ -372,7 +375,7 @@ class Frontier:
             self._less_and_less(keep, _HOST_PARTS, partial(_only, 0.0))
         if self.workload.microbatches > 1:
             # Gradients of CPU-stepped buckets are accumulated on the host; those of streamed ones stay on the device.
-            share = balanced_share(speeds, workload)
+            share = balanced(None, 0.0)
             for part in range(4):
                 streamed = share * part / 4
                 self._less_and_less(Keep.RECOMPUTE, 8, partial(_only, streamed), down_to=5)
