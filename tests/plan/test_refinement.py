@@ -229,6 +229,11 @@ def test_none_is_faster_with_steps_during_backward(
     require_fastest(of, machine, device, host, early)
 
 
+def test_four_of_all_choices_fit_and_one_is_found() -> None:
+    """Seen red: no search, because the nearest of the frontier was short of an eighth of the host's memory."""
+    require_fastest((2, 1024, 512, True), ("a100-80gb", 0.25), 0.762, 0.229, 0.7)
+
+
 def require_fastest(
     of: tuple[int, int, int, bool], machine: tuple[str, float], device: float, host: float | None, early: float = 0.0
 ) -> None:

@@ -196,7 +196,12 @@ class Frontier:
         return min(alike, key=lambda c: (len(c.choice.offloaded_weights), c.order))
 
     def _nearly_fits(self, budgets: Budgets) -> bool:
-        """Return whether the nearest candidate exceeds each budget so little that a search may find one that fits."""
+        """Return whether the nearest candidate exceeds each budget so little that a search may find one that fits.
+
+        Of few buckets all shares are searched, and each is much of the memory.
+        """
+        if len(self.workload.inventory.buckets) <= FEW_BUCKETS:
+            return True
         over = budgets.over(self.nearest(budgets).needs)
         return all(size <= _NEARLY * budgets.limits[name] for name, size in over.items())
 
