@@ -15,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 
 from hostward.core.inventory import Bucket, Dtype, StateFormat
-from hostward.core.placement import Placement, Plan, placed
+from hostward.core.placement import Placement, Plan, placed, stepped_early
 from hostward.core.units import size
 from hostward.errors import ConfigError
 from hostward.files import json_schema
@@ -176,11 +176,21 @@ class PlanFile:
         Layers may be used in another order than in the plan: parameters that FSDP2's root owns come first. Raises
         ConfigError if the buckets are others.
         """
-        position = {row.layer: i for i, row in reversed([*enumerate(self.buckets)])}
-        order = sorted(range(len(buckets)), key=lambda i: position.get(buckets[i].layer, len(self.buckets)))
+        order = self._order(buckets)
         self._require_same([replace(buckets[at], index=i) for i, at in enumerate(order)], None)
         found = dict(zip(order, (row.placement for row in self.buckets), strict=True))
         return placed(buckets, [found[i] for i in range(len(buckets))], self.asked_fraction)
+
+    def early(self, buckets: Sequence[Bucket]) -> frozenset[int]:
+        """Return the positions of buckets in order of use that are stepped during backward: those that it counted."""
+        order = self._order(buckets)
+        rows = [row.placement for row in self.buckets]
+        return frozenset(order[i] for i in stepped_early([buckets[at] for at in order], rows, self.step_early))
+
+    def _order(self, buckets: Sequence[Bucket]) -> list[int]:
+        """Return the positions of buckets in order of use, in the plan's order."""
+        position = {row.layer: i for i, row in reversed([*enumerate(self.buckets)])}
+        return sorted(range(len(buckets)), key=lambda i: position.get(buckets[i].layer, len(self.buckets)))
 
     @property
     def asked_fraction(self) -> float:
