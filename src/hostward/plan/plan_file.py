@@ -8,6 +8,7 @@ file.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -410,7 +411,7 @@ def differences(a: PlanFile, b: PlanFile) -> list[str]:
         old, new = getattr(a, part), getattr(b, part)
         for name in type(old).__dataclass_fields__:
             before, after = getattr(old, name), getattr(new, name)
-            if before != after:
+            if not _same(before, after):
                 lines.append(f"{part}.{name}: {_value(before, name)} -> {_value(after, name)}")
     for name in ("gradients_on_host", "staging_bytes", "pin_gradients", "pin_weights", "step_early"):
         if getattr(a, name) != getattr(b, name):
@@ -487,10 +488,18 @@ def summary(a: PlanFile, b: PlanFile) -> str:
     for name, what in (("device_peak_bytes", "device memory"), ("host_bytes", "host memory")):
         more = getattr(b.predicted, name) - getattr(a.predicted, name)
         changes.append(f"{size(abs(more))} {'more' if more > 0 else 'less'} {what}" if more else f"as much {what}")
-    longer_s = b.predicted.step_s - a.predicted.step_s
+    same = _same(a.predicted.step_s, b.predicted.step_s)
+    longer_s = 0.0 if same else b.predicted.step_s - a.predicted.step_s
     share = f" ({longer_s / a.predicted.step_s:+.1%})" if a.predicted.step_s else ""
     longer = f"{abs(longer_s):.4g} s {'longer' if longer_s > 0 else 'shorter'}{share}" if longer_s else "as long"
     return f"predicted of the second plan: {', '.join(changes)}, a step {longer}"
+
+
+def _same(before: object, after: object) -> bool:
+    """Return whether two values are equal, seconds to within what the order of their addition makes."""
+    if isinstance(before, float) and isinstance(after, float):
+        return math.isclose(before, after, rel_tol=1e-9)
+    return before == after
 
 
 def _value(value: object, name: str) -> str:
