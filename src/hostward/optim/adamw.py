@@ -347,7 +347,7 @@ class AdamW(torch.optim.Optimizer):
         self.state_format = checked_form(state_dtypes, use_torch_optimizer)
         self._sums_on_host = sums_on_host(self._mix.gradients, overlap=self._overlap, grad_dtype=grad_dtype)
         early, sums = self._mix.early(step_early), self._sums_on_host
-        self._step_early = checked_early(early, overlap=self._overlap, sums_on_host=sums)
+        self._step_early = checked_early(early, overlap=self._overlap, sums_on_host=sums, planned=plan is not None)
         self._grad_dtype = torch.float32 if self._sums_on_host else grad_dtype
         self._summed: frozenset[int] = frozenset()
         self.tied = checked_tied(tied, stages, sums_on_host=self._sums_on_host)
