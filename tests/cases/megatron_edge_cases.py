@@ -193,6 +193,22 @@ def steps_without_cleared_gradients() -> list[str]:
     return [str(stepped.value), str(added.value)]
 
 
+def trained_on_after_a_refusal() -> dict[str, Any]:
+    """What steps tell after another optimizer was refused for the same model chunks, and without that."""
+    told: dict[str, Any] = {}
+    for name in "without", "with":
+        use()
+        run = build("single", overlap=True)
+        cases.train(run, 1)
+        if name == "with":
+            adapter.use(step_early=True, clip="megatron")
+            with pytest.raises(adapter.ConfigError) as raised:
+                cases.make_optimizer(run.chunks, overlap=True, offload_fraction=1.0, **dict.fromkeys(FLAGS, True))
+            told["error"] = str(raised.value)
+        told[name] = cases.train(run, 2, first=1).grad_norms
+    return told
+
+
 def clipping_before_a_step() -> list[str]:
     """What is raised where gradients are clipped by others than the step, after they may have been read."""
     use()

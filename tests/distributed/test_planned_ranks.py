@@ -18,7 +18,7 @@ from train_cases import BATCH, LLAMA, MOE, QWEN3, SIZES, SMALL
 from world import World, commands
 
 from hostward.core.inventory import SPLIT_ELEMENTS
-from hostward.core.placement import Placement
+from hostward.core.placement import Placement, stepped_early
 from hostward.plan.decisions import Choice, Keep
 from hostward.plan.memory_model import LOAD
 from hostward.plan.plan_file import PlanFile
@@ -102,6 +102,25 @@ def test_a_run_by_a_plan_has_the_bits_of_one_without_and_the_bytes_of_the_plan(t
             assert set(state["placed"]) <= set(ranks[0]["state"]["placed"])
             for where, elements in state["elements"].items():
                 assert elements <= planned[where] + SPLIT_ELEMENTS * len(of.inventory.buckets)
+
+
+@pytest.mark.parametrize(("case", "share"), [("recomputed", 0.3), ("recomputed", 0.6), ("odd sizes", 0.7)])
+def test_what_a_plan_steps_during_backward_is_what_it_has_counted(trained: Any, case: str, share: float) -> None:
+    """The root's layer norm is used first, and comes late in the plan. Seen red: chosen anew, in order of use."""
+    recipe, words, keeps, options = (EVEN | UNEVEN)[case]
+    of = replace(workload((BATCH, *words), recipe, 2), step_early=share)
+    buckets = of.inventory.buckets
+    everywhere = (Placement.HOST,) * len(buckets)
+    made = plan(of, replace(choice_of(of, keeps, **options), placements=everywhere))
+    needs = required_of(of)(of, made.choice(of)).phase(LOAD)
+    twins = stepped_early(buckets, everywhere, share)
+    assert 0 < len(twins) < len(buckets)
+    records = sum(8 * len(b.ranges) for b in buckets) + sum(56 + 8 * len(buckets[b].ranges) for b in twins)
+    ranks, without = trained(recipe, words, made.to_json()), trained(recipe, words)
+    assert ranks[0]["state"]["host_bytes"] == needs.host["optimizer state"] - records
+    for found, expected in zip(ranks, without, strict=True):
+        assert found["told"] == expected["told"]
+        assert found["bits"] == expected["bits"]
 
 
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])

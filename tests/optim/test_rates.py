@@ -152,5 +152,5 @@ def test_nobody_tells_a_share_beside_a_plan() -> None:
 def test_the_rank_that_has_least_room_decides_for_all(theirs: float, expected: float) -> None:
     tracked = [ParamRecord("weight", torch.nn.Parameter(torch.zeros(4096, dtype=torch.bfloat16)), 0)]
     mix = PlacementPolicy("auto", 0.0, device_memory="1GiB")
-    _, plan = mix.place(SimulatedBackend(threads=1), tracked, ranks=Others(fraction=theirs))
+    _, plan, _ = mix.place(SimulatedBackend(threads=1), tracked, ranks=Others(fraction=theirs))
     assert plan.asked_fraction == mix.offload_fraction == expected

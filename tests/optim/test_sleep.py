@@ -533,6 +533,33 @@ def test_no_room_on_the_device_leaves_everything_asleep(together_bytes: int, mon
     assert_equal(snapshot(model, optimizer), _one_step())
 
 
+def test_an_interrupt_while_waking_leaves_everything_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: memory that stayed taken, and copies of the next wake() that did not wait for those under way."""
+    monkeypatch.setattr(sleeping, "COPIED_TOGETHER_BYTES", 1)
+    model, optimizer = make("device", torch.float32)
+    loss_of(model, 0).backward()
+    optimizer.sleep()
+    copy, left = optimizer.backend.copy, 3
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        return copy(*args, **kwargs)
+
+    monkeypatch.setattr(optimizer.backend, "copy", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.wake()
+    assert optimizer.asleep == ALL
+    with without_functions():
+        assert not any(p.untyped_storage().nbytes() for p in model.parameters())
+    left = 10**9
+    optimizer.wake()
+    optimizer.step()
+    assert_equal(snapshot(model, optimizer), _one_step())
+
+
 def test_no_room_on_the_host_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = make("device", torch.float32)
     loss_of(model, 0).backward()

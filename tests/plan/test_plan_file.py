@@ -6,6 +6,7 @@ Seen red: a placement that is no word accepted, buckets compared by size alone, 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -258,6 +259,14 @@ def test_differences_are_told_in_runs() -> None:
     assert not [line for line in changed if "bucket" in line or "0000." in line]
     (first, *_) = [line for line in changed if line.startswith("optimizer state")]
     assert re.fullmatch(r"optimizer state of [\w.]+( to [\w.]+)?: device -> host", first)
+
+
+def test_seconds_that_were_added_up_in_another_order_are_no_difference() -> None:
+    """Seen red: "a step 2.168e-19 s shorter (-0.0%)"."""
+    step_s = math.nextafter(PLAN.predicted.step_s, 0.0)
+    other = replace(PLAN, predicted=replace(PLAN.predicted, step_s=step_s), step_early=0.25)
+    assert plan_file.differences(PLAN, other) == ["step_early: 0 -> 0.25"]
+    assert plan_file.summary(PLAN, other).endswith(", a step as long")
 
 
 def test_a_difference_within_a_layer_is_told() -> None:

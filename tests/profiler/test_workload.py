@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tape_cases import EXPERTS, LATENT, WINDOWS, built, loss_of, parts, tokens
+from transformers import CONFIG_MAPPING
 
 import hostward
 from hostward.core.inventory import Dtype
@@ -17,6 +18,7 @@ from hostward.errors import ConfigError, ModelError
 from hostward.plan.workload import Way, Workload
 from hostward.profiler.workload import inventory_of, workload_of
 from hostward.recipes import load
+from hostward.trainer.models import require_sizes
 from hostward.trainer.workload import config_workload, recipe_workload
 
 pytest.importorskip("transformers")
@@ -196,9 +198,22 @@ def test_a_misspelt_size_is_not_replaced_by_the_usual_one(tmp_path: Path) -> Non
     given = {("num_hidden_layer" if name == "num_hidden_layers" else name): size for name, size in LLAMA.items()}
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"model_type": "llama", **given}))
-    with pytest.raises(ModelError, match="no model has num_hidden_layer\n") as caught:
+    with pytest.raises(ModelError, match="a model of type llama has no num_hidden_layer\n") as caught:
         config_workload(file, sequence_tokens=8)
     assert caught.value.fix == "did you mean num_hidden_layers?"
+
+
+@pytest.mark.parametrize("kind", ["xglm", "qwen3_5_moe_text", "qwen3_5_moe"])
+def test_names_like_those_of_other_models_are_no_misspelt_sizes(kind: str) -> None:
+    """Seen red: moe_intermediate_size of a model without dense layers, and attention_heads, refused."""
+    content = CONFIG_MAPPING[kind]().to_dict()
+    require_sizes(Path("config.json"), content)
+    misspelt = content.get("text_config", content)
+    misspelt.pop("model_type")
+    require_sizes(Path("config.json"), {"model_type": kind, **content})
+    misspelt["num_hidden_layer"] = misspelt.pop("num_hidden_layers", 2)
+    with pytest.raises(ModelError, match=f"a model of type {kind} has no num_hidden_layer\n"):
+        require_sizes(Path("config.json"), {"model_type": kind, **content})
 
 
 def test_sizes_below_one_are_refused() -> None:

@@ -548,6 +548,7 @@ class Offloading:
         # A program that drops the optimizer and keeps the model gets its memory back: nothing of a chunk keeps this.
         self._leave = weakref.finalize(self, self._changes.undo)
         self._leave.atexit = False
+        self._require_early()
         leave(self.chunks)
         self.live.add(self)
         for chunk in self.chunks:
@@ -555,7 +556,6 @@ class Offloading:
         for part in parts:
             if part.owner is not None:
                 self._follow_loads(part)
-        self._require_early()
         self._name_parameters()
         self._cut = self._flat_shards()
 
@@ -577,17 +577,29 @@ class Offloading:
     @property
     def early(self) -> bool:
         """Return whether gradients are offloaded when their bucket group is reduced."""
+        return not self._late
+
+    @property
+    def _late(self) -> list[str]:
+        """Name what lets gradients leave at the step alone, as flags and options of `use`."""
         flags = self.chunks[0].ddp_config
-        scaled = any(getattr(part.owner, "grad_scaler", None) is not None for part in self._parts)
-        asked = self._settings.early_gradients and self.clips and flags.overlap_grad_reduce
         # Its handle adds up whenever it is waited for, in memory that is the current stream's alone.
-        late = scaled or getattr(flags, "reduce_scatter_with_fp32_accumulation", False)
-        return bool(asked and self.overlaps and not late)
+        in_fp32 = "reduce_scatter_with_fp32_accumulation"
+        found = {
+            "early_gradients=False": not self._settings.early_gradients,
+            'clip="megatron"': not self.clips,
+            "overlap_grad_reduce=False": not flags.overlap_grad_reduce,
+            "overlap_cpu_optimizer_d2h_h2d=False": not self._parts[0].defaults.get(FROM_FLAGS["overlap"], True),
+            "use_torch_optimizer_for_cpu_offload": self.config.use_torch_optimizer_for_cpu_offload,
+            "a loss scaler": any(getattr(part.owner, "grad_scaler", None) is not None for part in self._parts),
+            in_fp32: getattr(flags, in_fp32, False),
+        }
+        return [name for name, holds in found.items() if holds]
 
     @property
     def overlaps(self) -> bool:
         """Return whether anything of the step runs beside backward and forward."""
-        asked = bool(self._parts[0].defaults.get("overlap_cpu_optimizer_d2h_h2d", True))
+        asked = bool(self._parts[0].defaults.get(FROM_FLAGS["overlap"], True))
         return asked and not self.config.use_torch_optimizer_for_cpu_offload  # torch's steps within `step` alone
 
     @property
@@ -609,15 +621,15 @@ class Offloading:
         """Raise ConfigError where `step_early` could step nothing during backward."""
         if not self._settings.options.get("step_early"):
             return
-        scaled = any(getattr(chunk.config, "calculate_per_token_loss", False) for chunk in self.chunks)
-        if scaled or not self.early:
-            why = "gradients leave at the step" if not self.early else "gradients are divided by the number of tokens"
+        late = self._late
+        per_token = any(getattr(chunk.config, "calculate_per_token_loss", False) for chunk in self.chunks)
+        if late or per_token:
+            why = "gradients leave at the step" if late else "gradients are divided by the number of tokens"
+            found = [*late, *(["calculate_per_token_loss"] if per_token else [])]
             raise ConfigError(
-                "use(step_early=...) with flags that leave nothing to step during backward",
+                f"use(step_early=...) with {', '.join(found)}: nothing could be stepped during backward",
                 why=f"{why}, and the CPU steps with what it has before, as it is",
-                fix="leave step_early out, or set overlap_grad_reduce and overlap_cpu_optimizer_d2h_h2d, with "
-                'use(clip="hostward"), without a loss scaler, reduce_scatter_with_fp32_accumulation and '
-                "calculate_per_token_loss",
+                fix=f"leave out step_early, or {', '.join(found)}",
             )
 
     def _make(self) -> AdamW:

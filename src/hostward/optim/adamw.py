@@ -19,7 +19,7 @@ from torch.optim.optimizer import ParamsT
 from hostward.config.arguments import named_options
 from hostward.core.host_limits import Rates
 from hostward.core.inventory import Inventory, StateFormat
-from hostward.core.placement import PlacedBucket, Plan, stepped_early
+from hostward.core.placement import PlacedBucket, Plan
 from hostward.distributed.flat_shards import FlatPart, FlatShards
 from hostward.errors import HostwardError, ModelError, OrderingError
 from hostward.model.deferred_weights import is_away, waits
@@ -347,7 +347,7 @@ class AdamW(torch.optim.Optimizer):
         self.state_format = checked_form(state_dtypes, use_torch_optimizer)
         self._sums_on_host = sums_on_host(self._mix.gradients, overlap=self._overlap, grad_dtype=grad_dtype)
         early, sums = self._mix.early(step_early), self._sums_on_host
-        self._step_early = checked_early(early, overlap=self._overlap, sums_on_host=sums)
+        self._step_early = checked_early(early, overlap=self._overlap, sums_on_host=sums, planned=plan is not None)
         self._grad_dtype = torch.float32 if self._sums_on_host else grad_dtype
         self._summed: frozenset[int] = frozenset()
         self.tied = checked_tied(tied, stages, sums_on_host=self._sums_on_host)
@@ -440,11 +440,12 @@ class AdamW(torch.optim.Optimizer):
         require_parts(self._shards, [*self._tracked, *new])
         first, form = len(self._states), self.state_format
         used, ranks = self._places.by_use(new), ranks_of(new)
-        buckets, plan = self._mix.place(backend, used, self._grad_dtype, first, form=form, ranks=ranks)
+        buckets, plan, early = self._mix.place(
+            backend, used, self._grad_dtype, first, form=form, ranks=ranks, step_early=self._step_early
+        )
         self.offload_fraction = plan.asked_fraction
         placements = [b.placement for b in plan.buckets]
         grad_dtypes = landing_dtypes(buckets, {t.name: t.parameter for t in new}, self._grad_dtype)
-        early = stepped_early(buckets, placements, self._step_early)
         pinned = self._pin_gradients, self._pin_weights
         asked = AllocationRequest(buckets, placements, grad_dtypes, self._sums_on_host, *pinned, early)
         summed = asked.summed

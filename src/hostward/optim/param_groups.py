@@ -262,17 +262,21 @@ def sums_on_host(value: object, *, overlap: bool, grad_dtype: object) -> bool:
     return True
 
 
-def checked_early(value: object, *, overlap: bool, sums_on_host: bool) -> float:
+def checked_early(value: object, *, overlap: bool, sums_on_host: bool, planned: bool = False) -> float:
     """Return `step_early` as a share. Raises ConfigError for no share, and where nothing is stepped in backward.
 
-    `overlap`: False with `use_torch_optimizer`, too. `sums_on_host`: gradients are accumulated on the host.
+    `overlap`: False with `use_torch_optimizer`, too. `sums_on_host`: gradients are accumulated on the host. `planned`:
+    a plan says so.
     """
     share = float(value) if isinstance(value, bool) else checked_fraction(value, "step_early")
     if share and not overlap:
+        leave = (
+            "the other option out, or plan without --step-early" if planned else "step_early out, or the other option"
+        )
         raise ConfigError(
             "step_early with overlap=False or use_torch_optimizer=True",
             why="it makes CPU optimizer steps during backward, by hostward's own kernel",
-            fix="leave step_early out, or the other option",
+            fix=f"leave {leave}",
         )
     if share and sums_on_host:
         raise ConfigError(

@@ -17,7 +17,7 @@ import torch
 
 from hostward.core.host_limits import Rates
 from hostward.core.inventory import FP32_STATE, Bucket, StateFormat, bucket_as_asked, cut_buckets
-from hostward.core.placement import Plan, checked_fraction, place_fraction, placed, streamed_share_of
+from hostward.core.placement import Plan, checked_fraction, place_fraction, placed, stepped_early, streamed_share_of
 from hostward.core.units import size, size_bytes, size_option
 from hostward.errors import ConfigError, MemoryLimitError, PageLockError, RankError
 from hostward.model.parameters import ParamRecord, local_of
@@ -126,8 +126,9 @@ class PlacementPolicy:
         *,
         form: StateFormat = FP32_STATE,
         ranks: Ranks | None = None,
-    ) -> tuple[tuple[Bucket, ...], Plan]:
-        """Return buckets of parameters in order of use in forward, and their placements.
+        step_early: float = 0.0,
+    ) -> tuple[tuple[Bucket, ...], Plan, frozenset[int]]:
+        """Return buckets of parameters in order of use in forward, their placements, and positions of early steps.
 
         Buckets are numbered from `first_index` on.
 
@@ -135,6 +136,7 @@ class PlacementPolicy:
             grad_dtype: dtype of gradients; None: that of the weights.
             form: how state is stored.
             ranks: the ranks that have parts of the same parameters; all place now.
+            step_early: share of the CPU-stepped state that is stepped during backward; a plan has its own.
 
         Raises:
             ConfigError: a plan of other buckets, or of another division among ranks. MemoryLimitError: weights and
@@ -149,7 +151,8 @@ class PlacementPolicy:
             self.offload_fraction = _most(least, backend, ranks)
             self._budget_bytes = None  # groups that are added later use the same share
         share = self.streamed_share(backend, buckets, self.offload_fraction, ranks)
-        return buckets, place_fraction(buckets, self.offload_fraction, share)
+        plan = place_fraction(buckets, self.offload_fraction, share)
+        return buckets, plan, stepped_early(buckets, [b.placement for b in plan.buckets], step_early)
 
 
 def _measured(backend: Backend, ranks: Ranks | None) -> Rates:
@@ -275,8 +278,10 @@ def planned(plan: object) -> PlanFile | None:
 
 def placed_by_plan(
     plan: PlanFile, tracked: Sequence[ParamRecord], *, first_index: int, form: StateFormat
-) -> tuple[tuple[Bucket, ...], Plan]:
-    """Return buckets of parameters in order of use in forward, and where the plan places them.
+) -> tuple[tuple[Bucket, ...], Plan, frozenset[int]]:
+    """Return buckets in order of use in forward, where the plan places them, and positions of early steps.
+
+    The first rank's parts say which are stepped during backward, and the plan's order: it has counted their memory.
 
     Raises ConfigError for a plan of another model, of another number of ranks, or of a model divided in another way.
     """
@@ -287,7 +292,10 @@ def placed_by_plan(
     first = cut_buckets(first_parts(whole, ranks), first_index=first_index, form=form)
     of_first = plan.placements(first)
     buckets, origins = cut_alike(first, parts, first_index=first_index)
-    return buckets, placed(buckets, [of_first.buckets[i].placement for i in origins], of_first.asked_fraction)
+    rows = [of_first.buckets[i].placement for i in origins]
+    early = plan.early(first)
+    stepped = frozenset(b for b, i in enumerate(origins) if i in early)
+    return buckets, placed(buckets, rows, of_first.asked_fraction), stepped
 
 
 def require_division(plan: PlanFile, named: Iterable[tuple[str, torch.Tensor]]) -> int:

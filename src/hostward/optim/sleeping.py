@@ -338,25 +338,44 @@ class Sleeper:
 
         The driver takes time to find memory, so what was allocated first is copied to meanwhile.
         """
-        waiting: list[Memory] = []
-        for done, memory in enumerate(coming, start=1):
-            try:
-                memory.storage.resize_(memory.nbytes)
-            except RuntimeError as error:  # torch.OutOfMemoryError on a GPU
-                backend.synchronise()  # what was copied to is about to be freed
-                for made in coming[:done]:
-                    made.storage.resize_(0)
-                raise MemoryLimitError(
-                    f"wake() needs {sum(m.nbytes for m in coming):,} bytes of device memory",
-                    why=str(error).splitlines()[0],
-                    fix="free what uses the device meanwhile, and call wake() again; or wake one kind at a time",
-                ) from error
-            waiting.append(memory)
-            if done == len(coming) or sum(m.nbytes for m in waiting) >= COPIED_TOGETHER_BYTES:
-                _copy_back(backend, waiting)
-                waiting.clear()
-        # The host waits: whoever uses the memory next, on any stream, comes after the copies.
-        backend.synchronise()
+        given: list[Memory] = []
+        try:
+            for together in _groups(coming):
+                for memory in together:
+                    given.append(memory)
+                    _allocate(memory, coming)
+                _copy_back(backend, together)
+            # The host waits: whoever uses the memory next, on any stream, comes after the copies.
+            backend.synchronise()
+            given.clear()
+        finally:
+            if given:  # something was raised, or Ctrl-C; what was copied to is about to be freed
+                backend.synchronise()
+                for memory in given:
+                    memory.storage.resize_(0)
+
+
+def _groups(coming: Sequence[Memory]) -> Iterator[list[Memory]]:
+    """Yield memory in parts that `wake` copies to together."""
+    group, nbytes = list[Memory](), 0
+    for memory in coming:
+        group.append(memory)
+        nbytes += memory.nbytes
+        if nbytes >= COPIED_TOGETHER_BYTES:
+            yield group
+            group, nbytes = [], 0
+    yield group
+
+
+def _allocate(memory: Memory, coming: Sequence[Memory]) -> None:
+    try:
+        memory.storage.resize_(memory.nbytes)
+    except RuntimeError as error:  # torch.OutOfMemoryError on a GPU
+        raise MemoryLimitError(
+            f"wake() needs {sum(m.nbytes for m in coming):,} bytes of device memory",
+            why=str(error).splitlines()[0],
+            fix="free what uses the device meanwhile, and call wake() again; or wake one kind at a time",
+        ) from error
 
 
 def _copy_back(backend: Backend, coming: Sequence[Memory]) -> None:

@@ -8,6 +8,7 @@ file.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from itertools import groupby
 from pathlib import Path
 
 from hostward.core.inventory import Bucket, Dtype, StateFormat
-from hostward.core.placement import Placement, Plan, placed
+from hostward.core.placement import Placement, Plan, placed, stepped_early
 from hostward.core.units import size
 from hostward.errors import ConfigError
 from hostward.files import json_schema
@@ -176,11 +177,21 @@ class PlanFile:
         Layers may be used in another order than in the plan: parameters that FSDP2's root owns come first. Raises
         ConfigError if the buckets are others.
         """
-        position = {row.layer: i for i, row in reversed([*enumerate(self.buckets)])}
-        order = sorted(range(len(buckets)), key=lambda i: position.get(buckets[i].layer, len(self.buckets)))
+        order = self._order(buckets)
         self._require_same([replace(buckets[at], index=i) for i, at in enumerate(order)], None)
         found = dict(zip(order, (row.placement for row in self.buckets), strict=True))
         return placed(buckets, [found[i] for i in range(len(buckets))], self.asked_fraction)
+
+    def early(self, buckets: Sequence[Bucket]) -> frozenset[int]:
+        """Return the positions of buckets in order of use that are stepped during backward: those that it counted."""
+        order = self._order(buckets)
+        rows = [row.placement for row in self.buckets]
+        return frozenset(order[i] for i in stepped_early([buckets[at] for at in order], rows, self.step_early))
+
+    def _order(self, buckets: Sequence[Bucket]) -> list[int]:
+        """Return the positions of buckets in order of use, in the plan's order."""
+        position = {row.layer: i for i, row in reversed([*enumerate(self.buckets)])}
+        return sorted(range(len(buckets)), key=lambda i: position.get(buckets[i].layer, len(self.buckets)))
 
     @property
     def asked_fraction(self) -> float:
@@ -400,7 +411,7 @@ def differences(a: PlanFile, b: PlanFile) -> list[str]:
         old, new = getattr(a, part), getattr(b, part)
         for name in type(old).__dataclass_fields__:
             before, after = getattr(old, name), getattr(new, name)
-            if before != after:
+            if not _same(before, after):
                 lines.append(f"{part}.{name}: {_value(before, name)} -> {_value(after, name)}")
     for name in ("gradients_on_host", "staging_bytes", "pin_gradients", "pin_weights", "step_early"):
         if getattr(a, name) != getattr(b, name):
@@ -477,10 +488,18 @@ def summary(a: PlanFile, b: PlanFile) -> str:
     for name, what in (("device_peak_bytes", "device memory"), ("host_bytes", "host memory")):
         more = getattr(b.predicted, name) - getattr(a.predicted, name)
         changes.append(f"{size(abs(more))} {'more' if more > 0 else 'less'} {what}" if more else f"as much {what}")
-    longer_s = b.predicted.step_s - a.predicted.step_s
+    same = _same(a.predicted.step_s, b.predicted.step_s)
+    longer_s = 0.0 if same else b.predicted.step_s - a.predicted.step_s
     share = f" ({longer_s / a.predicted.step_s:+.1%})" if a.predicted.step_s else ""
     longer = f"{abs(longer_s):.4g} s {'longer' if longer_s > 0 else 'shorter'}{share}" if longer_s else "as long"
     return f"predicted of the second plan: {', '.join(changes)}, a step {longer}"
+
+
+def _same(before: object, after: object) -> bool:
+    """Return whether two values are equal, seconds to within what the order of their addition makes."""
+    if isinstance(before, float) and isinstance(after, float):
+        return math.isclose(before, after, rel_tol=1e-9)
+    return before == after
 
 
 def _value(value: object, name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import json
 import math
 import re
@@ -290,9 +291,11 @@ _NEAR = 0.85
 
 def require_sizes(file: Path, content: Mapping[str, Any]) -> None:
     """Raise ModelError where a size of a model is none, or a name of one is misspelt: transformers would take both."""
+    kind = content.get("model_type")
     for given in (content, content.get("text_config")):
         if isinstance(given, Mapping):
             _require_sizes(file, given)
+            _require_names(file, given, str(given.get("model_type", kind)))
 
 
 def _require_sizes(file: Path, given: Mapping[str, Any]) -> None:
@@ -301,14 +304,28 @@ def _require_sizes(file: Path, given: Mapping[str, Any]) -> None:
         if isinstance(value, int) and not least <= value <= most:
             shown = value if abs(value) < 10**12 else f"a number of {len(str(abs(value)))} digits"
             raise ModelError(f"{file}: {name} is {shown}", fix=f"a whole number from {least} to {most:,}")
-    for name in given.keys() - _SIZES.keys():
+
+
+def _require_names(file: Path, given: Mapping[str, Any], kind: str) -> None:
+    for name in sorted(given.keys() - _SIZES.keys()):
         near = difflib.get_close_matches(name, _SIZES.keys() - given.keys(), n=1, cutoff=_NEAR)
-        if near:
+        if near and not _has_name(kind, name):
             raise ModelError(
-                f"{file}: no model has {name}",
+                f"{file}: a model of type {kind} has no {name}",
                 why=f"transformers would ignore it, and take its own {near[0]}",
                 fix=f"did you mean {near[0]}?",
             )
+
+
+def _has_name(kind: str, name: str) -> bool:
+    """Return whether models of a type, or their text part, have a size of this name; True for an unknown type."""
+    with needed_for("a model", "train"):
+        from transformers import CONFIG_MAPPING
+    if kind not in CONFIG_MAPPING:
+        return True
+    made = CONFIG_MAPPING[kind]
+    parts = made, made.sub_configs.get("text_config", made)
+    return any(name in inspect.signature(part).parameters or name in part.attribute_map for part in parts)
 
 
 @contextmanager
