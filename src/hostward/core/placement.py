@@ -196,7 +196,9 @@ def placements_of(buckets: Sequence[Bucket], fraction: float, streamed_fraction:
     above = min(bisect_left(cumulative, wanted), len(buckets))
     count = min(max(0, above - 1), above, key=lambda k: abs(cumulative[k] - wanted))
     on_device = len(buckets) - count
-    placements = [Placement.DEVICE] * on_device
+    placements, on_host, by_stream = [Placement.DEVICE] * on_device, Placement.HOST, Placement.STREAMED
+    if share in (0.0, 1.0):
+        return placements + [by_stream if share else on_host] * count
     offloaded = sizes[on_device:]
     # A GPU staging buffer holds the largest streamed bucket: a few large ones would make every buffer as large.
     largest = LARGEST_STREAMED * sorted(offloaded)[count // 2] if offloaded else 0
@@ -207,13 +209,12 @@ def placements_of(buckets: Sequence[Bucket], fraction: float, streamed_fraction:
         share = asked_bytes / small_bytes
     tolerance = min(share, 1 - share)
     seen = streamed = 0
-    on_host, by_stream = Placement.HOST, Placement.STREAMED
     for size in offloaded:
         if among_small and size > largest:
             placements.append(on_host)
             continue
         seen += size
-        if share and share * seen - streamed >= tolerance * size:
+        if share * seen - streamed >= tolerance * size:
             placements.append(by_stream)
             streamed += size
         else:

@@ -96,7 +96,9 @@ def balanced_share(speeds: Speeds, workload: Workload, ahead: float | None = Non
     alone, busy = speeds.slowdown[3], speeds.slowdown[7]
     host = speeds.host_parameters_per_s
     rates = Rates(host, duplex(alone), busy[Queue.HOST] * host, duplex(busy), speeds.d2h_bytes_per_s)
-    guessed = backward_s * rates.busy_host_parameters_per_s / GUESS_SECONDS / sum(b.numel for b in buckets)
+    guessed = 0.0
+    if backward_s:
+        guessed = backward_s * rates.busy_host_parameters_per_s / GUESS_SECONDS / sum(b.numel for b in buckets)
     return streamed_share_of(bucket_as_asked(buckets), rates, ahead, (workload.step_early, guessed))
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from hostward.core.inventory import Dtype, StateFormat
 from hostward.core.placement import Placement
@@ -334,21 +335,30 @@ def _larger_gpus(question: Question, divided: _Divided | None) -> list[Fix]:
             device_bytes = default_budgets(card, question.gpus).device_bytes
             budgets = replace(question.budgets, device_bytes=device_bytes)
             larger.append(replace(question, hardware=card, budgets=budgets))
-    there = next(filter(None, (_as_many(each, each.budgets) for each in larger)), None)
+
+    @cache
+    def asked(resharded: bool) -> tuple[Workload, Required]:
+        tried = replace(question.workload, resharded=resharded)
+        return tried, required_of(tried)
+
+    there = next(filter(None, (_as_many(each, each.budgets, asked) for each in larger)), None)
     if there is not None:
         return [there]
     machine = replace(question.budgets, host_bytes=None, pinned_bytes=None)
-    tried = (_as_many(each, replace(machine, device_bytes=each.budgets.device_bytes)) for each in larger)
+    tried = (_as_many(each, replace(machine, device_bytes=each.budgets.device_bytes), asked) for each in larger)
     more = (_more_gpus(each, divided, other=True) for each in larger)
     return [fix for found in (tried, more) if (fix := next(filter(None, found), None))]
 
 
-def _as_many(question: Question, budgets: Budgets) -> Fix | None:
-    """Propose the question's GPUs within these budgets, with what they need of the machine; None if nothing fits."""
+def _as_many(question: Question, budgets: Budgets, asked_as: Callable[[bool], tuple[Workload, Required]]) -> Fix | None:
+    """Propose the question's GPUs within these budgets, with what they need of the machine; None if nothing fits.
+
+    `asked_as` returns the workload with layers resharded or not, and what it requires, which no GPU changes.
+    """
     asked, speeds = question.workload, speeds_of(question.hardware, question.gpus)
     for resharded in sorted({asked.resharded, asked.ranks > 1}):
-        tried = replace(asked, resharded=resharded)
-        found = Frontier(tried, speeds, required_of(tried), question.forced, weighed=False).smallest(budgets)
+        tried, required = asked_as(resharded)
+        found = Frontier(tried, speeds, required, question.forced, weighed=False).smallest(budgets)
         if found is not None:
             break
     else:
