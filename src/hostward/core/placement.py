@@ -231,9 +231,14 @@ def stepped_early(buckets: Sequence[Bucket], placements: Sequence[Placement], sh
     if not share:
         return frozenset()
     on_host = [b for b, placement in enumerate(placements) if placement is Placement.HOST]
-    cumulative = [0, *accumulate(buckets[b].state_bytes for b in reversed(on_host))]
+    return frozenset(last_of(on_host, [buckets[b].state_bytes for b in on_host], share))
+
+
+def last_of(positions: Sequence[int], sizes: Sequence[int], share: float) -> Sequence[int]:
+    """Return the last of these positions that have this share of all sizes, to within half of one."""
+    cumulative = [0, *accumulate(reversed(sizes))]
     count = min(range(len(cumulative)), key=lambda k: abs(cumulative[k] - share * cumulative[-1]))
-    return frozenset(on_host[len(on_host) - count :])
+    return positions[len(positions) - count :]
 
 
 def summed_on_host(buckets: Sequence[Bucket], placements: Sequence[Placement]) -> frozenset[int]:

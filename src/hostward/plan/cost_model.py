@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 
 from hostward.core.host_limits import Rates
 from hostward.core.inventory import Bucket, MasterKind, bucket_as_asked
-from hostward.core.placement import HOST_STEP_BYTES, Placement, sharing, step_speed, streamed_share_of
+from hostward.core.placement import HOST_STEP_BYTES, Placement, last_of, sharing, step_speed, streamed_share_of
 from hostward.errors import ConfigError
 from hostward.plan.decisions import ELEMENTWISE, LEAVES, RECOMPUTED, Choice, Keep
 from hostward.plan.hardware_profile import Hardware, profile_of
@@ -550,10 +550,7 @@ class Costs:
             return frozenset()
         units = self.units(choice)
         on_host = [at for at, unit in enumerate(units) if unit.placement is Placement.HOST]
-        sizes = [0, *accumulate(units[at].state_bytes for at in reversed(on_host))]
-        wanted = self.workload.step_early * sizes[-1]
-        count = min(range(len(sizes)), key=lambda k: abs(sizes[k] - wanted))
-        early = on_host[len(on_host) - count :]
+        early = last_of(on_host, [units[at].state_bytes for at in on_host], self.workload.step_early)
         return frozenset(at for at in early if units[at].layer not in choice.offloaded_weights)
 
     def layer_of_bucket(self, bucket: int) -> int:

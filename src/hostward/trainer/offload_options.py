@@ -136,7 +136,7 @@ def make_optimizer(
         gradients=options.gradients,
         grad_dtype=torch.float32 if accumulates_in_fp32(config) and config.model.params_dtype != "fp32" else None,
         state_dtypes=state_dtypes(state_format(config)),
-        step_early=options.step_early if plan is None else False,
+        step_early=options.step_early,
         staging_bytes=staging_bytes(config, lambda: inventory_of(held.model, state_format(config))),
         host_threads=options.host_threads or (None if cpus is None else default_threads(os.environ, cpus)),
         stages=held.stages,
