@@ -36,6 +36,7 @@ from hostward.cli.output import (
 )
 from hostward.cli.recipe import DEFAULT_RECIPE, checked, listing
 from hostward.cli.usage import asks_for_help, usage_error, usage_errors
+from hostward.core.full_device import fix_of
 from hostward.core.startup import Startup
 from hostward.errors import EXIT_CODES, ConfigError, ExitCode, HostwardError, MemoryLimitError
 from hostward.report.schema import PAGE_FILE, REPORT_FILE, TRACE_FILE, read_report
@@ -455,7 +456,8 @@ def _run(words: list[str], debug: bool) -> int:
             return lost.exit_code
         if debug or not _is_out_of_memory(error):
             raise
-        ranks.report_error(f"error: out of memory\n  why: {str(error).splitlines()[0]}\n  fix: {_LESS_MEMORY}")
+        fix = fix_of(error, _LESS_MEMORY)
+        ranks.report_error(f"error: out of memory\n  why: {str(error).splitlines()[0]}\n  fix: {fix}")
         return MemoryLimitError.exit_code
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from hostward.core.full_device import fix_of
 from hostward.distributed.rank_failures import Failure, raised_by_all
 from hostward.errors import HostwardError, MemoryLimitError
 from hostward.model.parameters import local_of
@@ -46,7 +47,8 @@ def attempted(body: Callable[[], T]) -> tuple[T | None, HostwardError | None]:
     except HostwardError as raised:
         return None, raised
     except torch.OutOfMemoryError as raised:
-        return None, MemoryLimitError("out of device memory", why=str(raised).partition("\n")[0])
+        fix = fix_of(raised, "raise optimizer.optimizer_offload_fraction")
+        return None, MemoryLimitError("out of device memory", why=str(raised).partition("\n")[0], fix=fix)
 
 
 def _sharing(parameters: Iterable[torch.Tensor]) -> list[dist.ProcessGroup]:

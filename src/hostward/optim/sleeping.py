@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from hostward.core.full_device import fix_of
 from hostward.core.inventory import align
 from hostward.core.units import size_bytes
 from hostward.errors import ConfigError, MemoryLimitError, ModelError
@@ -374,7 +375,7 @@ def _allocate(memory: Memory, coming: Sequence[Memory]) -> None:
         raise MemoryLimitError(
             f"wake() needs {sum(m.nbytes for m in coming):,} bytes of device memory",
             why=str(error).splitlines()[0],
-            fix="free what uses the device meanwhile, and call wake() again; or wake one kind at a time",
+            fix=fix_of(error, "free what uses the device meanwhile, and call wake() again; or wake one kind at a time"),
         ) from error
 
 

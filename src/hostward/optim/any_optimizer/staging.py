@@ -20,6 +20,7 @@ from itertools import chain
 
 import torch
 
+from hostward.core.full_device import fix_of
 from hostward.core.units import MIB
 from hostward.errors import MemoryLimitError
 from hostward.model.parameters import local_of
@@ -320,7 +321,7 @@ def device_tensor(home: torch.Tensor, device: torch.device) -> torch.Tensor:
         raise MemoryLimitError(
             f"{HOST_OWNER}: {local_of(home).nbytes:,} bytes of device memory could not be allocated",
             why=str(error).splitlines()[0],
-            fix="free device memory; a smaller chunk_size_mb takes less during a step",
+            fix=fix_of(error, "free device memory; a smaller chunk_size_mb takes less during a step"),
         ) from error
 
 

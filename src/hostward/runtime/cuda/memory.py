@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from hostward.core.full_device import fix_of
 from hostward.errors import MemoryLimitError
 from hostward.runtime.cuda.driver import lock_pages, unlock_pages
 from hostward.runtime.pinned_memory import host_slabs
@@ -22,7 +23,7 @@ def device_slab(device: torch.device, elements: int, dtype: torch.dtype, owner: 
         raise MemoryLimitError(
             f"{owner}: {elements * dtype.itemsize:,} bytes of device memory could not be allocated",
             why=str(error).splitlines()[0],
-            fix="raise optimizer.optimizer_offload_fraction",
+            fix=fix_of(error, "raise optimizer.optimizer_offload_fraction"),
         ) from error
 
 
