@@ -4,11 +4,13 @@ and exchange through gloo what that can send.
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Collection
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +19,16 @@ import torch
 from ranks_cases import CASES, LAYOUTS, SHARED
 
 RANKS = 2
+AT_ONCE = 4
+"""Starts beside each other. A case takes half a minute, most of it in Python."""
 LIMIT_S = 420.0
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(LIMIT_S + 30.0)]
 
 
 class Started:
-    """What each rank finds, by case: one start of torchrun for all that are wanted, and another for those behind one
-    that ends it. The calling test has the devices to itself.
+    """What each rank finds, by case: some starts of torchrun beside each other for all that are wanted, and others for
+    the cases behind one that ends its start. The calling test has the devices to itself.
     """
 
     def __init__(self, folder: Path, cases: Collection[str]) -> None:
@@ -35,24 +39,45 @@ class Started:
 
     def of(self, case: str) -> list[Any]:
         while case in self._left:
-            self._start(list(self._left))
+            self._start([share for i in range(AT_ONCE) if (share := self._left[i::AT_ONCE])])
         assert case in self._found, self._ended[case]
         return self._found[case]
 
-    def _start(self, cases: list[str]) -> None:
-        folder = self._folder / f"from {cases[0]}"
+    def _start(self, shares: Sequence[Sequence[str]]) -> None:
+        with ExitStack() as ended:
+            launchers = [ended.enter_context(self._launched(cases)) for cases in shares]
+            until_s = time.monotonic() + LIMIT_S
+            for launcher in launchers:
+                with contextlib.suppress(subprocess.TimeoutExpired):  # the case that it was at is told below
+                    launcher.wait(max(0.0, until_s - time.monotonic()))
+        for cases in shares:
+            folder = self._folder_of(cases)
+            read = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+            for case in cases:
+                self._left.remove(case)
+                if len(read) < RANKS or any(case not in rank for rank in read):
+                    told = (folder / "log").read_text()
+                    self._ended[case] = told[:2000] + told[-4000:]
+                    break  # at this one; those behind it are still to come
+                self._found[case] = [rank[case] for rank in read]
+
+    @contextmanager
+    def _launched(self, cases: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
+        """torchrun with these cases; at the end neither it nor a rank is left."""
+        folder = self._folder_of(cases)
         folder.mkdir()
         program = Path(__file__).with_name("ranks_cases.py")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-        words = [*command, str(program), str(folder), *cases]
-        done = subprocess.run(words, env=dict(os.environ), capture_output=True, text=True, timeout=LIMIT_S)
-        read = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
-        for case in cases:
-            self._left.remove(case)
-            if len(read) < RANKS or any(case not in rank for rank in read):
-                self._ended[case] = done.stderr[:2000] + done.stderr[-4000:]
-                break  # at this one; those behind it are still to come
-            self._found[case] = [rank[case] for rank in read]
+        with (folder / "log").open("wb") as log:
+            launcher = subprocess.Popen([*command, str(program), str(folder), *cases], stdout=log, stderr=log)
+        try:
+            yield launcher
+        finally:
+            launcher.terminate()  # ends the ranks as well
+            launcher.wait()
+
+    def _folder_of(self, cases: Sequence[str]) -> Path:
+        return self._folder / f"from {cases[0]}"
 
 
 @pytest.fixture(scope="module")
