@@ -33,7 +33,7 @@ from hostward.plan.hardware_profile import profile
 from hostward.plan.memory_model import STEADY_STEP, required
 from hostward.plan.rank_partition import required_of, sharded
 from hostward.plan.render import render
-from hostward.plan.result import Fix, Question, answer, default_budgets, stored_in, verdict
+from hostward.plan.result import Divided, Fix, Question, answer, default_budgets, stored_in, verdict
 from hostward.plan.search import Candidate, Frontier
 from hostward.plan.solver import LAST_STAY, Forced, Limits, LinearProgram, rounded_up
 from hostward.plan.step_memory import Passes
@@ -465,11 +465,11 @@ def test_smaller_state_of_several_gpus_is_what_their_parts_can_have() -> None:
     """Seen red: FP8 proposed where a block would be cut, and moments in FP8 for placements of other buckets."""
     whole = llama(layers=8, hidden=1000, ffn=4096, heads=8, kv_heads=8, vocab=16001, sequence=2048, microbatches=3)
     parts = sharded(whole, 3)
-    question = Question(parts, profile("h200"), 3, Budgets(8 * GIB, 1), Forced(), whole)
+    question = Question(parts, profile("h200"), 3, Budgets(8 * GIB, 1), Forced(), Divided(whole))
     assert not stored_in(question, FP8_MOMENTS)
     assert stored_in(question, BF16) == sharded(in_format(whole, BF16), 3)
-    assert stored_in(replace(question, whole=None), BF16) is None
-    one = replace(question, workload=whole, gpus=1, whole=None)
+    assert stored_in(replace(question, divided=None), BF16) is None
+    one = replace(question, workload=whole, gpus=1, divided=None)
     assert stored_in(one, FP32) is None
     stored = stored_in(one, FP8_MOMENTS)
     assert stored is not None
@@ -503,7 +503,7 @@ def test_it_is_said_how_many_gpus_it_takes() -> None:
     whole = llama_70b(batch=8)
     part = sharded(whole, 8, resharded=True)
     budgets = Budgets(40 * GIB, 20 * GIB)
-    found = answer(Question(part, profile("h100"), 8, budgets, Forced(), whole), required_of(part))
+    found = answer(Question(part, profile("h100"), 8, budgets, Forced(), Divided(whole)), required_of(part))
     assert found.chosen is None
     (fix,) = (f for f in found.fixes if f.gpus)
     assert fix.what.startswith("32 GPUs, as in 4 machines like this one")
@@ -522,13 +522,13 @@ def test_it_is_said_what_more_gpus_do_not_make_smaller() -> None:
     """A layer that is gathered takes as much on each of them."""
     whole = qwen_30b()
     part = sharded(whole, 4, resharded=True)
-    found = answer(Question(part, profile("h200"), 4, Budgets(3 * GIB), Forced(), whole), required_of(part))
+    found = answer(Question(part, profile("h200"), 4, Budgets(3 * GIB), Forced(), Divided(whole)), required_of(part))
     assert not any(fix.gpus for fix in found.fixes)
     assert re.search("^More such GPUs would not help: each of (16|256) needs .* of it [a-z ]+[.]$", render(found), re.M)
     alone = answer(Question(part, profile("h200"), 4, Budgets(3 * GIB), Forced()), required_of(part))
     assert "More such" not in render(alone)
     short = answer(
-        Question(part, profile("h200"), 4, Budgets(7 * GIB, GIB // 1024), Forced(), whole), required_of(part)
+        Question(part, profile("h200"), 4, Budgets(7 * GIB, GIB // 1024), Forced(), Divided(whole)), required_of(part)
     )
     assert "More such machines would not help, with up to 256 GPUs." in render(short)
 
@@ -545,7 +545,7 @@ def test_numbers_of_gpus_that_the_format_of_the_state_does_not_allow_are_passed_
     buckets = cut_buckets(parameters, form=StateFormat(Dtype.FP8, Dtype.FP8))
     whole = replace(FEW_LAYERS, inventory=Inventory(parameters, buckets))
     limits = Budgets(int(0.4 * Frontier(whole, H200, required).base.needs.device_peak_bytes), GIB // 8)
-    found = answer(Question(whole, profile("h200"), 1, limits, Forced(), whole), required_of(whole))
+    found = answer(Question(whole, profile("h200"), 1, limits, Forced(), Divided(whole)), required_of(whole))
     assert found.chosen is None
     assert "It does not fit." in render(found)
     assert [fix.gpus for fix in found.fixes if fix.gpus] == proposed

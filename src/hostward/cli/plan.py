@@ -347,7 +347,7 @@ class Flags:
         Raises ConfigError for flags that do not go together, before any model is traced.
         """
         from hostward.plan.cost_model import speeds_of
-        from hostward.plan.result import Question
+        from hostward.plan.result import Divided, Question
         from hostward.trainer.plan_request import by_hand, forced_by_hand, require_early
 
         machine = _hardware(self.hardware)
@@ -366,6 +366,9 @@ class Flags:
         if self.config is None:
             names = "--seq", "--batch", "--micro-batch", "--reshard"
             _require_none_of_a_file(dict(zip(names, (*sizes, self.reshard), strict=True)))
+
+        divided = dict[int, Divided]()
+        """By microbatches of a step: all else is the same for every number of GPUs."""
 
         def question(count: int) -> Question:
             budgets = _budgets(machine, count, self.device_memory, self.host_memory, self.pinned_memory)
@@ -387,7 +390,10 @@ class Flags:
             budgets = replace(budgets, phases=phases)
             # Of several GPUs with all parameters each no plan is made.
             more = whole if self.config is not None or options.ddp.use_distributed_optimizer else None
-            return Question(workload, machine, count, budgets, forced, more)
+            if more is None:
+                return Question(workload, machine, count, budgets, forced)
+            parts = divided[more.microbatches] = divided.get(more.microbatches) or Divided(more)
+            return Question(workload, machine, count, budgets, forced, parts)
 
         return question
 

@@ -73,6 +73,37 @@ class Fix:
 
 
 @dataclass(frozen=True, slots=True)
+class _Part:
+    """Hold a rank's part of a workload, and the least device memory with which it can be trained."""
+
+    workload: Workload
+    required: Required
+    least: Needs
+
+
+class Divided:
+    """Divide the workload of one GPU that has all parameters among numbers of ranks, each once for all questions.
+
+    Its `reduced_in_fp32` is that of several GPUs.
+    """
+
+    def __init__(self, whole: Workload) -> None:
+        self.whole = whole
+        self._parts: dict[tuple[int, int, bool], _Part | None] = {}
+
+    def of(self, ranks: int, microbatches: int, *, resharded: bool) -> _Part | None:
+        """Return a rank's part with a step of so many microbatches in all; None where it cannot be divided."""
+        key = ranks, microbatches, resharded
+        if key not in self._parts:
+            self._parts[key] = None
+            if (tried := _among(self.whole, ranks, microbatches)) is not None:
+                part = replace(tried, resharded=resharded)
+                required = required_of(part)
+                self._parts[key] = _Part(part, required, _least_device(part, required))
+        return self._parts[key]
+
+
+@dataclass(frozen=True, slots=True)
 class Question:
     """Describe what is to be planned; `budgets` are for one GPU and its share of the node."""
 
@@ -81,11 +112,13 @@ class Question:
     gpus: int
     budgets: Budgets
     forced: Forced
-    whole: Workload | None = None
-    """The workload of one GPU that has all parameters, for saying how many GPUs it takes; None: it is not said.
+    divided: Divided | None = None
+    """Says how many GPUs it takes; None: it is not said."""
 
-    Its `reduced_in_fp32` is that of several GPUs.
-    """
+    @property
+    def whole(self) -> Workload | None:
+        """Return the workload of one GPU that has all parameters, if it is known."""
+        return None if self.divided is None else self.divided.whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,10 +256,9 @@ def _fixes(question: Question, frontier: Frontier, known: Sequence[Candidate], r
     if not any(raised):
         nearest = needed(frontier.nearest(question.budgets).needs, question.budgets.phases)
         raised = [_limits(question, {name: nearest[name] for name in over})]
-    divided = None if question.whole is None else _Divided(question.whole)
-    every = [fix for fix in (*found, *raised, _more_gpus(question, divided)) if fix]
+    every = [fix for fix in (*found, *raised, _more_gpus(question)) if fix]
     if all(_is_beyond(fix, question.hardware) for fix in every):
-        every = [*_larger_gpus(question, divided), *every]
+        every = [*_larger_gpus(question), *every]
     # What no GPU has comes last.
     return sorted(every, key=_is_beyond)
 
@@ -321,7 +353,7 @@ def _is_beyond(fix: Fix, *hardware: Hardware) -> bool:
     return (fix.device_bytes or 0) > max(device_budget(gpu.memory_bytes, 1) for gpu in gpus)
 
 
-def _larger_gpus(question: Question, divided: _Divided | None) -> list[Fix]:
+def _larger_gpus(question: Question) -> list[Fix]:
     """Propose the smallest larger GPU that is enough, as many as now.
 
     Where it takes more of the machine than there is, propose also how many of a larger GPU are enough without that.
@@ -346,7 +378,7 @@ def _larger_gpus(question: Question, divided: _Divided | None) -> list[Fix]:
         return [there]
     machine = replace(question.budgets, host_bytes=None, pinned_bytes=None)
     tried = (_as_many(each, replace(machine, device_bytes=each.budgets.device_bytes), asked) for each in larger)
-    more = (_more_gpus(each, divided, other=True) for each in larger)
+    more = (_more_gpus(each, other=True) for each in larger)
     return [fix for found in (tried, more) if (fix := next(filter(None, found), None))]
 
 
@@ -388,13 +420,13 @@ def _as_asked(nbytes: int) -> str:
     return size(size_bytes(size_option(nbytes), ""))
 
 
-def _more_gpus(question: Question, divided: _Divided | None, *, other: bool = False) -> Fix | None:
+def _more_gpus(question: Question, *, other: bool = False) -> Fix | None:
     """Propose the smallest number of GPUs among which it fits, in doublings, each with the limits that it has now.
 
     `other`: the question's hardware is not the one that was asked for.
     The step stays as it is where it can be divided among them; else each GPU has as many microbatches as now.
     """
-    asked, forced = question.workload, question.forced
+    asked, forced, divided = question.workload, question.forced, question.divided
     if divided is None or forced.placements:  # of buckets that other numbers of GPUs do not have
         return None
     whole, budgets, hardware = divided.whole, question.budgets, question.hardware
@@ -430,34 +462,6 @@ def _more_gpus(question: Question, divided: _Divided | None, *, other: bool = Fa
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Hold a rank's part of a workload, and the least device memory with which it can be trained."""
-
-    workload: Workload
-    required: Required
-    least: Needs
-
-
-class _Divided:
-    """Divide one workload among numbers of ranks, each once for all GPUs that are tried."""
-
-    def __init__(self, whole: Workload) -> None:
-        self.whole = whole
-        self._parts: dict[tuple[int, int, bool], _Part | None] = {}
-
-    def of(self, ranks: int, microbatches: int, *, resharded: bool) -> _Part | None:
-        """Return a rank's part with a step of so many microbatches in all; None where it cannot be divided."""
-        key = ranks, microbatches, resharded
-        if key not in self._parts:
-            self._parts[key] = None
-            if (tried := _among(self.whole, ranks, microbatches)) is not None:
-                part = replace(tried, resharded=resharded)
-                required = required_of(part)
-                self._parts[key] = _Part(part, required, _least_device(part, required))
-        return self._parts[key]
-
-
 def _among(whole: Workload, ranks: int, microbatches: int) -> Workload | None:
     """Return a rank's part with a step of so many microbatches in all; None where it cannot be divided."""
     several = replace(whole, microbatches=microbatches)
@@ -489,14 +493,13 @@ def _machines(question: Question, ranks: int, step_sequences: int | None, *, res
 
 def more_gpus_in_vain(found: Answer) -> str:
     """Say what more GPUs do not make smaller, in a sentence; "" where they would help, or it fits."""
-    question, whole = found.question, found.question.whole
-    if found.chosen is not None or whole is None or any(fix.gpus and not fix.hardware for fix in found.fixes):
+    question, divided = found.question, found.question.divided
+    if found.chosen is not None or divided is None or any(fix.gpus and not fix.hardware for fix in found.fixes):
         return ""
     ways = question.gpus << 2, question.gpus << _MOST_DOUBLINGS
-    among = [replace(tried, resharded=True) for ranks in ways if (tried := _among(whole, ranks, ranks))]
-    if not among:
+    least = {ranks: part.least for ranks in ways if (part := divided.of(ranks, ranks, resharded=True))}
+    if not least:
         return ""
-    least = {tried.ranks: _least_device(tried, required_of(tried)) for tried in among}
     ranks, needs = min(least.items(), key=lambda pair: pair[1].device_peak_bytes)
     if "device" not in question.budgets.over(needs):
         # Placements that are asked for are those of this number of GPUs.

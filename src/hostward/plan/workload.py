@@ -244,10 +244,13 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
         return lambda values: hint(*(read(value) for read, value in zip(readers, values, strict=True)))
     if origin is tuple:
         inner = _reader(arguments[0])
-        return lambda values: tuple(inner(value) for value in values)
+        return tuple if inner is _as_it_is else lambda values: tuple(map(inner, values))
     if origin is not None and issubclass(origin, Mapping):
         key, inner = _reader(arguments[0]), _reader(arguments[1])
-        return lambda values: {key(name): inner(value) for name, value in values.items()}
-    if issubclass(hint, StrEnum):
-        return lambda value: hint(value)
-    return lambda value: value
+        as_they_are = key is inner is _as_it_is
+        return dict if as_they_are else lambda values: {key(name): inner(value) for name, value in values.items()}
+    return hint if issubclass(hint, StrEnum) else _as_it_is
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
