@@ -5,17 +5,16 @@ and exchange through gloo what that can send.
 from __future__ import annotations
 
 import contextlib
-import json
 import subprocess
-import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from launching import found_in, launched, said_in
 from ranks_cases import CASES, LAYOUTS, SHARED
 
 RANKS = 2
@@ -52,29 +51,18 @@ class Started:
                     launcher.wait(max(0.0, until_s - time.monotonic()))
         for cases in shares:
             folder = self._folder_of(cases)
-            read = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+            read = found_in(folder)
             for case in cases:
                 self._left.remove(case)
                 if len(read) < RANKS or any(case not in rank for rank in read):
-                    told = (folder / "log").read_text()
-                    self._ended[case] = told[:2000] + told[-4000:]
+                    self._ended[case] = said_in(folder)
                     break  # at this one; those behind it are still to come
                 self._found[case] = [rank[case] for rank in read]
 
-    @contextmanager
-    def _launched(self, cases: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
-        """torchrun with these cases; at the end neither it nor a rank is left."""
+    def _launched(self, cases: Sequence[str]) -> AbstractContextManager[subprocess.Popen[bytes]]:
         folder = self._folder_of(cases)
         folder.mkdir()
-        program = Path(__file__).with_name("ranks_cases.py")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-        with (folder / "log").open("wb") as log:
-            launcher = subprocess.Popen([*command, str(program), str(folder), *cases], stdout=log, stderr=log)
-        try:
-            yield launcher
-        finally:
-            launcher.terminate()  # ends the ranks as well
-            launcher.wait()
+        return launched("ranks_cases.py", RANKS, folder, *cases)
 
     def _folder_of(self, cases: Sequence[str]) -> Path:
         return self._folder / f"from {cases[0]}"

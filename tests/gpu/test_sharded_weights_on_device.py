@@ -4,15 +4,11 @@ processes, which share a GPU where there are not two; and one, which FSDP2 gathe
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import devices_to_itself
+from launching import found_in, launched, said_in
 from sharded_weights_cases import CASES, DEPTH, STOOD_STILL
 
 LIMIT_S = 240.0
@@ -23,18 +19,16 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What each rank found, by the number of ranks: one start of torchrun for each."""
-    program = Path(__file__).with_name("sharded_weights_cases.py")
     known: dict[int, list[Any]] = {}
 
     def of(ranks: int) -> list[Any]:
         if ranks not in known:
             folder = tmp_path_factory.mktemp("ranks")
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-            words = [*command, str(program), str(folder)]
-            done = subprocess.run(words, env=dict(os.environ), capture_output=True, text=True, timeout=LIMIT_S)
-            known[ranks] = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
-            assert len(known[ranks]) == ranks, done.stderr[:4000]
-            assert all({*CASES, STOOD_STILL} == rank.keys() for rank in known[ranks]), done.stderr[:4000]
+            with launched("sharded_weights_cases.py", ranks, folder) as torchrun:
+                torchrun.wait(LIMIT_S)
+            known[ranks] = found_in(folder)
+            assert len(known[ranks]) == ranks, said_in(folder)
+            assert all({*CASES, STOOD_STILL} == rank.keys() for rank in known[ranks]), said_in(folder)
         return known[ranks]
 
     return of
