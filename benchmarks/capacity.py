@@ -14,8 +14,7 @@ steps of each by its plan (`hostward train --plan`), and sets the bytes that wer
 `--host-memory` must be what `free` reports as available on the machine that trains, minus 2 GiB at least: the process
 itself takes as much, which no plan counts, and a run whose plan needs more than is available is refused.
 Without limits `hostward plan` keeps a tenth of host memory and 2 GiB of the GPU's free: torch's allocator takes up to
-1 GiB of them. `run` sets `PYTORCH_ALLOC_CONF=expandable_segments:True`, unless it is set otherwise: without it several
-GiB are lost in pieces. What a run near a limit loses to full caches shows in the lines that it prints while it starts.
+1 GiB of them. What a run near a limit loses to full caches shows in the lines that it prints while it starts.
 `--time-limit-s` must end a run before anything else ends this program, or what the run has said is lost.
 """
 
@@ -24,7 +23,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import shlex
 import subprocess
 import sys
@@ -157,8 +155,6 @@ def main() -> None:
             print(f"{row['format']}: {row['layers']} layers; one more: {row['next_one']}")
         written(a, rows)
         return
-    # Near the limit torch's allocator loses GiB in pieces without it.
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     rows = []
     for case in json.loads(cases.read_text()):
         if case["format"] in a.formats:

@@ -4,12 +4,15 @@ and for none of them, in one run of the tests each: red.
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from hostward.cli import app
 from hostward.core.full_device import fix_of
 
 OPTION = "PYTORCH_ALLOC_CONF=expandable_segments:True"
+OLDER = "PYTORCH_CUDA_ALLOC_CONF"
 MESSAGE = (
     "CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total capacity of 139.80 GiB of which {free} is free. "
     "Process 16627 has 806.00 MiB memory in use. Including non-PyTorch memory, this process has 138.48 GiB memory in "
@@ -70,3 +73,17 @@ def test_a_command_that_ends_so_says_it(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr(app, "_parsed", lambda words: lambda: end(words))
     assert app.main(["train"]) == 2
     assert OPTION in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train", "verify"])
+@pytest.mark.parametrize(("variable", "option"), [(None, None), ("PYTORCH_ALLOC_CONF", ""), (OLDER, "backend:native")])
+def test_a_command_that_trains_sets_the_option_where_none_is_set(
+    command: str, variable: str | None, option: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # for what is set is taken back
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    if variable is not None and option is not None:
+        monkeypatch.setenv(variable, option)
+    assert app.main([command, "dataset.path=nowhere", "dataset.format=jsonl"]) == 2
+    expected = OPTION.partition("=")[2] if variable is None else None if variable == OLDER else option
+    assert os.environ.get("PYTORCH_ALLOC_CONF") == expected

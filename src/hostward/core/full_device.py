@@ -13,7 +13,10 @@ SIZE = r"(\d+(?:\.\d+)?) (bytes|kib|mib|gib)"
 # Torch 2.1 wrote "capacty".
 OF_TORCH = re.compile(rf"tried to allocate {SIZE}\..*? total capaci?ty of {SIZE} of which {SIZE} is free")
 IN_PIECES = re.compile(rf"{SIZE} is reserved by pytorch but unallocated")
-_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+ALLOCATOR_VARIABLES = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+"""Environment variables with options of torch's allocator; the second one is the name before torch 2.9."""
+EXPANDABLE = "expandable_segments:True"
+"""The option with which the allocator's memory is one piece that grows."""
 
 
 def bytes_of(number: str, unit: str) -> int:
@@ -27,17 +30,17 @@ def fix_of(error: BaseException, otherwise: str) -> str:
     """
     message = str(error).lower()
     asked, pieces = OF_TORCH.search(message), IN_PIECES.search(message)
-    if asked is None or pieces is None or any("expandable_segments:true" in _option(name) for name in _VARIABLES):
+    if asked is None or pieces is None or any(EXPANDABLE.lower() in _options(name) for name in ALLOCATOR_VARIABLES):
         return otherwise
     asked_bytes, free_bytes = bytes_of(*asked.group(1, 2)), bytes_of(*asked.group(5, 6))
     pieces_bytes = bytes_of(*pieces.group(1, 2))
     if pieces_bytes + free_bytes < asked_bytes:
         return otherwise
     return (
-        f"set PYTORCH_ALLOC_CONF=expandable_segments:True before the program starts: torch keeps {size(pieces_bytes)} "
+        f"set {ALLOCATOR_VARIABLES[0]}={EXPANDABLE} before the program starts: torch keeps {size(pieces_bytes)} "
         f"in pieces that are too small; or {otherwise}"
     )
 
 
-def _option(variable: str) -> str:
+def _options(variable: str) -> str:
     return os.environ.get(variable, "").replace(" ", "").lower()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from hostward.core.full_device import ALLOCATOR_VARIABLES
 from hostward.core.units import GIB, MIB
 from hostward.doctor import Finding, Severity
 from hostward.errors import install
@@ -377,7 +378,6 @@ ALLOCATOR_OPTIONS = frozenset(
     }
 )
 """Options that torch 2.11 to 2.13 read."""
-_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def versions(facts: Facts) -> list[Finding]:
@@ -495,7 +495,7 @@ def serial_cuda(facts: Facts) -> list[Finding]:
 
 def allocator(facts: Facts) -> list[Finding]:
     found = []
-    texts = {name: facts.environ[name].strip() for name in _ALLOCATOR_VARIABLES if facts.environ.get(name, "").strip()}
+    texts = {name: facts.environ[name].strip() for name in ALLOCATOR_VARIABLES if facts.environ.get(name, "").strip()}
     if len(set(texts.values())) > 1:
         why = "they say different things, and torch takes some options from one and some from the other"
         found.append(
