@@ -25,8 +25,9 @@ OFFLOAD = "raise optimizer.optimizer_offload_fraction"
 
 @pytest.fixture(autouse=True)
 def _no_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    for variable in ("PYTORCH_ALLOC_CONF", OLDER):
+        monkeypatch.setenv(variable, "")  # so that what a test sets is taken back
+        monkeypatch.delenv(variable)
 
 
 def full(asked: str, free: str, pieces: str) -> RuntimeError:
@@ -80,10 +81,14 @@ def test_a_command_that_ends_so_says_it(monkeypatch: pytest.MonkeyPatch, capsys:
 def test_a_command_that_trains_sets_the_option_where_none_is_set(
     command: str, variable: str | None, option: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # for what is set is taken back
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
     if variable is not None and option is not None:
         monkeypatch.setenv(variable, option)
     assert app.main([command, "dataset.path=nowhere", "dataset.format=jsonl"]) == 2
     expected = OPTION.partition("=")[2] if variable is None else None if variable == OLDER else option
     assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
+
+
+def test_a_cuda_graph_keeps_the_default() -> None:
+    words = ["--recipe", "qwen3_8b_pretrain_config", "dataset.path=nowhere", "dataset.format=jsonl"]
+    assert app.main(["train", *words, "model.cuda_graph_impl=full_iteration"]) == 2
+    assert "PYTORCH_ALLOC_CONF" not in os.environ

@@ -36,6 +36,8 @@ from hostward.cli.output import (
 )
 from hostward.cli.recipe import DEFAULT_RECIPE, checked, listing
 from hostward.cli.usage import asks_for_help, usage_error, usage_errors
+from hostward.config.rules.table import captured
+from hostward.config.schema import Config
 from hostward.core.full_device import ALLOCATOR_VARIABLES, EXPANDABLE, fix_of
 from hostward.core.startup import Startup
 from hostward.errors import EXIT_CODES, ConfigError, ExitCode, HostwardError, MemoryLimitError
@@ -138,7 +140,7 @@ def train(
 
         planned = load(plan_file)
     log.info("hostward %s: %s, %d iterations; loading PyTorch", __version__, recipe, config.train.train_iters)
-    _prepare_environment(config.model.deterministic_mode)
+    _prepare_environment(config, config.model.deterministic_mode)
     startup = Startup()
     with startup.phase("import", "loading PyTorch", "loaded PyTorch"):
         from hostward.trainer import loop, setup
@@ -262,7 +264,7 @@ def verify(
     config = checked(recipe, overrides)
     require_writable("--json", json_file)
     log.info("hostward %s: comparing runs of %s; loading PyTorch", __version__, recipe)
-    _prepare_environment(True)
+    _prepare_environment(config, True)
     from hostward.trainer.process_group import Ranks
     from hostward.trainer.verify import command as verification
     from hostward.trainer.verify.cases import choose
@@ -491,10 +493,10 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or "out of memory" in text or "not enough memory" in text
 
 
-def _prepare_environment(deterministic: bool) -> None:
+def _prepare_environment(config: Config, deterministic: bool) -> None:
     """Set what torch and cuBLAS read once, when they first use the device; what the user has set stays."""
     allocator_variable, older_variable = ALLOCATOR_VARIABLES
-    if older_variable not in os.environ:
+    if older_variable not in os.environ and not captured(config):  # pytorch/torchtitan#3306: a graph that hangs
         # Else several GiB near the limit of a GPU are lost in pieces (docs/memory.md).
         os.environ.setdefault(allocator_variable, EXPANDABLE)
     if deterministic:
