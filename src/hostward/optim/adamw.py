@@ -29,6 +29,7 @@ from hostward.model.parameters import (
     ParamRecord,
     ParamRegistry,
     check_no_overlap,
+    check_present,
     check_trackable,
     local_of,
     named_groups,
@@ -430,6 +431,8 @@ class AdamW(torch.optim.Optimizer):
         self._backend = backend
         for t in new:
             check_trackable(t.name, t.parameter, backend.device)
+            if not is_away(t.parameter):
+                check_present(t.name, t.parameter)
         check_no_overlap([*self._tracked, *new])
         require_sharding(self._places, new)
         check_grad_dtype(self._grad_dtype, {t.name: t.parameter for t in new})
