@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 import hostward
-from hostward.errors import ConfigError, HostwardError, ModelError, NotBuiltError
+from hostward.errors import AsleepError, ConfigError, HostwardError, ModelError, NotBuiltError
 from hostward.optim.offloaded_grad import OffloadedGrad
 from hostward.runtime.backend import Lane
 from hostward.runtime.simulated.backend import Order, SimulatedBackend
@@ -305,6 +305,21 @@ def test_offloading_is_attached_while_training_runs() -> None:
     assert_equal(found[0], found[1])
     assert "weights: 8,448 bytes on the host" in reports[-1]
     assert "activations" in reports[-1]
+
+
+def test_layers_that_stay_attached_because_weights_sleep_can_be_detached_awake() -> None:
+    """Seen red: nobody had the attachment any more, and a new optimizer was made over weights without memory."""
+    module, callback = Layered(ours(1.0, streamed_fraction=0.0)), OffloadCallback(weights=2)
+    asleep = lightning.pytorch.callbacks.LambdaCallback(on_train_batch_end=lambda t, *_: t.optimizers[0].sleep())
+    trainer = trainer_of([callback, asleep])
+    with pytest.raises(AsleepError):
+        trainer.fit(module, rows())
+    trainer.optimizers[0].wake()
+    with pytest.raises(ModelError, match=r"(?s)has no memory.*detach\(\)"):
+        trainer_of([OffloadCallback(weights=2)]).fit(module, rows())
+    assert callback.attachment is not None
+    callback.attachment.detach()
+    trainer_of([OffloadCallback(weights=2)]).fit(module, rows())
 
 
 def test_an_error_in_backward_leaves_everything_as_it_was() -> None:

@@ -3,7 +3,8 @@
 Seen red: with each wait of the two copies left out (below), with addresses of before, with masters taken anew from
 weights that merely lie elsewhere, with `.grad` that is not put back, with staging buffers that count as filled, with
 backward refused at the first stand-in alone, with weights compared after their memory was retired, with FP8 moments
-that numpy had read in place, with a weight in shared memory that torch calls resizable.
+that numpy had read in place, with a weight in shared memory that torch calls resizable,
+with another optimizer made over weights that sleep, which torch refused.
 """
 
 from __future__ import annotations
@@ -451,6 +452,15 @@ def test_weights_written_while_state_sleeps_are_followed() -> None:
         return snapshot(model, optimizer)
 
     assert_equal(trained(asleep=True), trained(asleep=False))
+
+
+def test_another_optimizer_over_weights_that_sleep_is_refused() -> None:
+    model, optimizer = make("mixed", BF16)
+    optimizer.sleep()
+    with pytest.raises(ModelError, match=r"(?s)'[\w.]+' has no memory on cpu.*wake\(\) that optimizer"):
+        hostward.AdamW(model, offload_fraction=1.0)
+    optimizer.wake()
+    hostward.AdamW(model, offload_fraction=1.0)
 
 
 def test_gradients_that_are_cleared_asleep_do_not_come_back() -> None:

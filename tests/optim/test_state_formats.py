@@ -20,12 +20,14 @@ from optimizer_cases import (
     snapshot,
 )
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import hostward
 from hostward.checkpoint import api
 from hostward.core.inventory import StateFormat
 from hostward.distributed.flat_shards import FlatPart, FlatShards
 from hostward.errors import CheckpointError, ConfigError
+from hostward.integrations.fsdp2_loops import build_optimizers
 from hostward.optim.bucket_state import fp8_stored, same_bits
 from hostward.runtime.backend import Tier
 
@@ -165,9 +167,12 @@ def test_other_moments_are_not_rounded_to_fp8_in_silence(given: Form) -> None:
     narrow, optimizer = made(BF16, FORMATS["fp8"], **MIXES["mixed"])
     step(narrow, optimizer, range(1))
     before = snapshot(narrow, optimizer)
-    text = r"(?s)exp_avg(_sq)? .*(FP8 does not hold|16 of its 32 bits would be lost)"
+    text = r"(?s)exp_avg(_sq)? .*(FP8 does not hold|all but 3 bits|16 of its 32 bits would be lost)"
     with pytest.raises(CheckpointError, match=text):
         optimizer.load_state_dict(whole.state_dict())
+    with pytest.raises(CheckpointError, match=r"(?s)exp_avg(_sq)? .* FP8.*all but 3 bits|FP8 does not hold") as refused:
+        optimizer.load_state_dict({k: v for k, v in whole.state_dict().items() if k != "moments"})  # as torch's state
+    assert "--to fp8-moments" in str(refused.value)
     name = "layers.0.weight"
     with pytest.raises(CheckpointError, match=text):
         optimizer.set_state_of(name, {"exp_avg_sq": whole.state_of(name)["exp_avg_sq"]})
@@ -241,7 +246,8 @@ def test_a_state_without_main_weights_says_so_or_does_not_load() -> None:
     saved = made(BF16, FORMATS["main"])[1].state_dict()
     optimizer = made(BF16, (FP32, FP32))[1]
     optimizer.load_state_dict(saved)
-    del saved["main_param"]
+    for said in (saved, *saved["param_groups"]):
+        del said["main_param"]
     with pytest.raises(CheckpointError, match="has no master"):
         optimizer.load_state_dict(saved)
     with pytest.raises(CheckpointError, match="parts of dtypes"):
@@ -281,6 +287,44 @@ def test_torchs_distributed_checkpoints_do_not_round_either(tmp_path: Path) -> N
 
             with pytest.raises((CheckpointError, CheckpointException), match=r"would be lost|moments"):
                 load()
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about one process
+@pytest.mark.parametrize("through", ["get_optimizer_state_dict", "fsdp2_loops"])
+def test_nor_do_those_of_trainers_that_keep_state_and_groups_alone(through: str, tmp_path: Path) -> None:
+    """As accelerate, Lightning and torchtitan's loops save. Seen red: moments rounded, main weights dropped."""
+    made_here: list[tuple[Model, Any]] = []
+
+    def state_of(form: Form) -> dict[str, Any]:
+        model = Model(BF16)
+        optimizers = build_optimizers([model], state_dtypes=dtypes_of(form))
+        step(model, optimizers.optimizer, range(1))
+        made_here.append((model, optimizers))
+        if through == "fsdp2_loops":
+            return optimizers.state_dict()
+        state: dict[str, Any] = get_optimizer_state_dict(model, optimizers.optimizer)
+        return state
+
+    for saved in ((FP32, FP32), FORMATS["first"], FORMATS["both"]):
+        folder = tmp_path / str(saved)
+        dcp.save(state_of(saved), checkpoint_id=folder, no_dist=True)
+        for wanted in ((FP32, FP32), *BF16_MOMENTS.values(), FORMATS["main"]):
+            read = state_of(wanted)
+            model, optimizers = made_here[-1]
+
+            def load(read: Any = read, folder: Path = folder, model: Any = model, optimizers: Any = optimizers) -> None:
+                dcp.load(read, checkpoint_id=folder, no_dist=True)
+                if through == "fsdp2_loops":
+                    optimizers.load_state_dict(read)
+                else:
+                    set_optimizer_state_dict(model, optimizers.optimizer, read)
+
+            if wanted in (saved, (FP32, FP32)) or (saved == (BF16, BF16) and len(wanted) == 2):
+                load()
+                assert optimizers.optimizer.param_groups[0].keys().isdisjoint({"moments", "main_param"})
+            else:
+                with pytest.raises((CheckpointError, CheckpointException), match=r"would be lost|moments|main_param"):
+                    load()
 
 
 @pytest.mark.parametrize(

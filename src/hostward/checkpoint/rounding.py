@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from hostward.core.inventory import MAIN_PARAM, MOMENTS, Dtype, StateFormat
+from hostward.core.inventory import MOMENTS, Dtype, StateFormat
 from hostward.errors import CheckpointError
 from hostward.model.parameters import local_of
 from hostward.optim.bucket_state import fp8_stored, fp8_values
 from hostward.optim.param_groups import checked_form
-from hostward.optim.state_dict import STATE_FORMAT, saved_dtypes, saved_form
+from hostward.optim.state_dict import SAID_BY_GROUPS, STATE_FORMAT, saved_dtypes, saved_form
 
 
 def rounded(state_dict: Mapping[str, Any], state_dtypes: Mapping[str, torch.dtype]) -> dict[str, Any]:
@@ -40,8 +40,12 @@ def rounded(state_dict: Mapping[str, Any], state_dtypes: Mapping[str, torch.dtyp
         )
     form = saved_form(state_dict).at_most(wanted)
     state = {name: _rounded_entry(name, entry, form) for name, entry in state_dict["state"].items()}
-    kept = {key: value for key, value in state_dict.items() if key not in ("moments", MAIN_PARAM)}
-    return {**kept, "state": state, **saved_dtypes(form)}
+    groups = [_said(group, form) for group in state_dict.get("param_groups", ())]
+    return {**_said(state_dict, form), "state": state, "param_groups": groups}
+
+
+def _said(saved: Mapping[str, Any], form: StateFormat) -> dict[str, Any]:
+    return {key: value for key, value in saved.items() if key not in SAID_BY_GROUPS} | saved_dtypes(form)
 
 
 def _rounded_entry(name: str, entry: Mapping[str, Any], form: StateFormat) -> dict[str, Any]:

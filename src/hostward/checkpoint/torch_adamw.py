@@ -23,7 +23,7 @@ import torch
 
 from hostward.core.inventory import MOMENTS
 from hostward.errors import CheckpointError
-from hostward.optim.state_dict import STATE_FORMAT
+from hostward.optim.state_dict import SAID_BY_GROUPS, STATE_FORMAT
 
 _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
 # How torch executes a step, with its defaults. Another value than the default is kept: it may change torch's bits.
@@ -68,7 +68,7 @@ def to_torch_adamw(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
             if name in ids:
                 raise CheckpointError(f"parameter {name!r} stands twice in the groups of the optimizer state")
             ids[name] = len(ids)
-        kept = {key: value for key, value in group.items() if key != "params"}
+        kept = {key: value for key, value in group.items() if key not in ("params", *SAID_BY_GROUPS)}
         torch_groups.append(
             {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True, **_EXECUTION, **kept}
             | {"betas": tuple(group["betas"]), "params": [ids[name] for name in names], "param_names": names}

@@ -11,6 +11,7 @@ their device, sharded, cast. Until then a `torch.optim.AdamW` that is never step
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -33,6 +34,8 @@ with needed_for("hostward.integrations.accelerate", "accelerate"):
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.utils import DistributedType
+
+log = logging.getLogger("hostward")
 
 _OF_LAYERS = ("activations", "weights", "recompute", "layers", "force")
 """Options of `hostward.attach`; `plan` is one of both."""
@@ -210,10 +213,16 @@ class OffloadedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             self.attachment.detach()
             self.attachment = None
 
-    def end(self) -> None:
-        """Detach at the end of training, wherever it ended; gradients of a step that did not come are dropped."""
+    def end(self, *, failed: bool = False) -> None:
+        """Detach at the end of training, wherever it ended; gradients of a step that did not come are dropped.
+
+        Where training has failed while weights are asleep, layers stay attached, and its error is raised.
+        """
         if self.attachment is not None:
             self.made().zero_grad()
+            if failed and "weights" in self.made().asleep:
+                log.warning("training failed while weights are asleep: wake() the hostward.AdamW before it trains on")
+                return
             self.detach()
 
     def close(self) -> None:

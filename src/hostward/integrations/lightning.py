@@ -127,12 +127,12 @@ class OffloadCallback(Callback):  # type: ignore[misc]
         self._made = False
         while self._undo:
             setattr(*self._undo.pop())
-        attachment, self.attachment = self.attachment, None
-        if attachment is not None:
+        if self.attachment is not None:
             if after_backward:  # gradients of a step that did not come, with which detaching is refused
                 for optimizer in _optimizers(trainer):
                     optimizer.zero_grad()
-            attachment.detach()
+            self.attachment.detach()  # raises while weights are asleep; it can be called again, so it is kept
+            self.attachment = None
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end(trainer)

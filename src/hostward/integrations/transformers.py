@@ -76,21 +76,25 @@ class OffloadingTrainer(_Base):  # type: ignore[misc]
         if isinstance(made, AdamW):
             why = "a trainer of offloading() makes hostward.AdamW itself, of its arguments"
         fix = 'TrainingArguments(optim="adamw_torch")'
+        if given:
+            fix = f"leave optimizers= out; {fix} and its learning_rate, adam_beta1, ... make the optimizer"
+        others = "" if isinstance(made, AdamW) else "; or a plain trainer, with hostward.offload_optimizer_states()"
         return ConfigError(
             f"{source} {type(made).__module__}.{type(made).__qualname__}, which is not offloaded",
             why=why,
-            fix=f"leave optimizers= out; {fix} and its learning_rate, adam_beta1, ... make the optimizer"
-            if given
-            else fix,
+            fix=fix + others,
         )
 
     def train(self, *args: Any, **options: Any) -> Any:
         """Train; activations and weights are offloaded until it returns or raises."""
+        failed = True
         try:
-            return super().train(*args, **options)
+            trained = super().train(*args, **options)
+            failed = False
         finally:
             if isinstance(self.optimizer, OffloadedOptimizer):
-                self.optimizer.end()
+                self.optimizer.end(failed=failed)
+        return trained
 
 
 def offloading(trainer: type[T], **options: Any) -> type[T]:

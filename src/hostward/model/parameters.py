@@ -415,6 +415,17 @@ def check_trackable(name: str, parameter: torch.Tensor, device: torch.device) ->
         )
 
 
+def check_present(name: str, parameter: torch.Tensor) -> None:
+    """Raise ModelError for a parameter whose memory another optimizer or attachment has freed."""
+    parameter = local_of(parameter)
+    if parameter.numel() and not parameter.untyped_storage().nbytes():
+        raise ModelError(
+            f"parameter {name!r} has no memory on {parameter.device}",
+            why="hostward.attach(weights=...) has offloaded it, or it sleeps: another optimizer's sleep() was called",
+            fix="detach() that attachment, or wake() that optimizer, before another one is made",
+        )
+
+
 def _may_overlap_itself(tensor: torch.Tensor) -> bool:
     """Return whether two elements may share memory: True unless each stride exceeds the extent of smaller ones."""
     reach = 0

@@ -29,6 +29,7 @@ from hostward.model.parameters import (
     ParamRecord,
     ParamRegistry,
     check_no_overlap,
+    check_present,
     check_trackable,
     local_of,
     named_groups,
@@ -430,6 +431,8 @@ class AdamW(torch.optim.Optimizer):
         self._backend = backend
         for t in new:
             check_trackable(t.name, t.parameter, backend.device)
+            if not is_away(t.parameter):
+                check_present(t.name, t.parameter)
         check_no_overlap([*self._tracked, *new])
         require_sharding(self._places, new)
         check_grad_dtype(self._grad_dtype, {t.name: t.parameter for t in new})
@@ -755,7 +758,8 @@ class AdamW(torch.optim.Optimizer):
             unless the main weight is the bf16 weight}},
             "param_groups": [{"params": [names], "param_names": [names], "lr", "betas", "eps", "weight_decay",
             ...}]}, and "parts" if parameters are parts of larger ones: {name: {"whole", "start", "stop", "numel"}},
-            and "moments": {"exp_avg", "exp_avg_sq"}, their dtypes, if not both are fp32, and "main_param": "bf16".
+            and "moments": {"exp_avg", "exp_avg_sq"}, their dtypes, if not both are fp32, and "main_param": "bf16"; both
+            are in each group as well.
             accelerate, which would move the state to the device and load it back where it wraps an optimizer, is given
             a token for the state that is there.
 
@@ -782,8 +786,9 @@ class AdamW(torch.optim.Optimizer):
             if copy:
                 require_host_memory(self._access.copied_bytes(), owner="a copy of the optimizer state")
             state = {t.name: self._access.read(t.name, copy=copy) for t in self._tracked}
-        groups = [{**group, "param_names": list(group["params"])} for group in self._settings()]
-        more = saved_cut(self._parts) | saved_dtypes(self.state_format)
+        said = saved_dtypes(self.state_format)
+        groups = [{**group, "param_names": list(group["params"]), **said} for group in self._settings()]
+        more = saved_cut(self._parts) | said
         return {"format": STATE_FORMAT, "optimizer": OWNER, "state": state, "param_groups": groups, **more}
 
     def _settle(self) -> None:

@@ -243,7 +243,8 @@ class StateAccess:
             if not isinstance(value, torch.Tensor) or value.shape != shape or not loads(value.dtype, dtype, role):
                 found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value)
                 if isinstance(value, torch.Tensor) and value.shape == shape and would_round(value.dtype, dtype):
-                    raise rounds(f"{role} of parameter {name!r}")
+                    stored = self._form.of(tracked.parameter.dim()).moments[role]
+                    raise rounds(f"{role} of parameter {name!r}", stored, self._form.moments[role])
                 expected = str(dtype).removeprefix("torch.")
                 raise CheckpointError(
                     f"{role} of parameter {name!r} is {found} in the saved state, expected {expected} {tuple(shape)}",
@@ -287,13 +288,17 @@ def _on_purpose(form: str) -> str:
     )
 
 
-def rounds(what: str) -> CheckpointError:
-    """Return the error for fp32 moments that this optimizer would store in bf16."""
+def rounds(what: str, stored: Dtype = Dtype.BF16, asked: Dtype = Dtype.BF16) -> CheckpointError:
+    """Return the error for fp32 moments that this optimizer would store in bf16 or FP8.
+
+    stored: dtype of this moment here. asked: dtype of such moments in matrices, to which a state is converted.
+    """
+    name, lost = ("FP8", "all but 3 bits of its mantissa") if stored is Dtype.FP8 else ("bfloat16", "16 of its 32 bits")
     return CheckpointError(
-        f"{what} is float32 in the saved state, and this optimizer stores it in bfloat16",
-        why="16 of its 32 bits would be lost, and training would not go on as it was",
+        f"{what} is float32 in the saved state, and this optimizer stores it in {name}",
+        why=f"{lost} would be lost, and training would not go on as it was",
         fix="leave state_dtypes out (in a run: optimizer.exp_avg_dtype and optimizer.exp_avg_sq_dtype); "
-        + _on_purpose("bf16-moments"),
+        + _on_purpose(f"{asked.value}-moments"),
     )
 
 
@@ -500,11 +505,16 @@ def saved_cut(parts: Mapping[str, FlatPart]) -> dict[str, Any]:
     return {"parts": cut} if cut else {}
 
 
+SAID_BY_GROUPS = ("moments", MAIN_PARAM)
+"""Keys of `saved_dtypes` that stand in a saved group; they are no options of it, and loading drops them."""
+
+
 def saved_dtypes(form: StateFormat) -> dict[str, Any]:
     """Return what a state dict says of the dtypes of its parts; nothing of those in fp32.
 
     torch.distributed.checkpoint copies what it reads into tensors of any dtype, and rounds. It raises for a key that
-    was not saved, and replaces a value that was.
+    was not saved, and replaces a value that was. Each saved group says this as well, since
+    torch.distributed.checkpoint.state_dict, which trainers use, keeps state and groups alone.
     """
     said: dict[str, Any] = {}
     if not form.fp32_moments:
@@ -525,8 +535,10 @@ def saved_form(state_dict: Mapping[str, Any]) -> StateFormat:
 
 
 def _said_dtypes(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    said = state_dict.get("moments", {})
-    return {**(said if isinstance(said, Mapping) else {}), MAIN_PARAM: state_dict.get(MAIN_PARAM, Dtype.FP32)}
+    groups = state_dict.get("param_groups")
+    first = groups[0] if isinstance(groups, list) and groups and isinstance(groups[0], Mapping) else {}
+    moments, main_param = ({**first, **state_dict}.get(key) for key in SAID_BY_GROUPS)
+    return {**(moments if isinstance(moments, Mapping) else {}), MAIN_PARAM: main_param or Dtype.FP32}
 
 
 def checked_dtypes(state_dict: Mapping[str, Any], form: StateFormat) -> StateFormat:
@@ -627,7 +639,8 @@ def checked_settings(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[
 
     Raises CheckpointError for hyper-parameters that no step can be made with.
     """
-    settings = {key: tuple(value) if key == "betas" else value for key, value in saved.items() if key not in NAMES}
+    left_out = (*NAMES, *SAID_BY_GROUPS)
+    settings = {key: tuple(value) if key == "betas" else value for key, value in saved.items() if key not in left_out}
     try:
         check_group({**mine, **settings})
     except ConfigError as error:
