@@ -2,7 +2,8 @@
 
 Seen red: sets that are not exchanged, or exchanged where nothing was guessed; uploads of the old set; works of one
 exchange used after another; a guess that outlives a change of the state, or gradients that are taken back; a step that
-is cut short amid the exchange, with works of before; second sets that are not counted or not pinned.
+is cut short amid the exchange, with works of before; second sets that are not counted or not pinned;
+hyper-parameters that are not valid yet.
 """
 
 from __future__ import annotations
@@ -223,6 +224,30 @@ def test_what_changes_the_state_after_a_guess_is_stepped_with() -> None:
         }
         for number in range(9):
             step(model, optimizer, number, "free", changes.get(number))
+        return snapshot(model, optimizer)
+
+    both(run)
+
+
+@pytest.mark.parametrize("early", [{"lr": None}, {"betas": (0.9,)}, {"betas": (1.0, 0.95)}, {}], ids=str)
+def test_hyper_parameters_need_be_valid_at_the_step_alone(early: dict[str, Any]) -> None:
+    """Nothing is guessed with others, and backward does not raise. Seen red: a TypeError, a KeyError in backward."""
+
+    def run(order: Order = EAGER, **options: Any) -> dict[str, torch.Tensor]:
+        model, optimizer = made(BF16, (FP32, FP32), order, **options)
+        group = optimizer.param_groups[0]
+        valid = dict(group)
+        for number in range(6):
+            if number in (0, 2, 3):
+                group.update(early) if early else group.pop("lr")
+            take(model, optimizer, number, "free")
+            if number == 3:
+                with pytest.raises(ConfigError, match=r"lr|betas"):
+                    optimizer.step()
+            if options.get("step_early"):
+                assert made_guesses(optimizer) == [number > 3] * len(optimizer._states)
+            group.update(valid)
+            optimizer.step()
         return snapshot(model, optimizer)
 
     both(run)

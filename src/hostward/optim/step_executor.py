@@ -34,6 +34,7 @@ from hostward.optim.bucket_lifecycle import (
 from hostward.optim.bucket_state import BucketState, allocate_gradients
 from hostward.optim.host_accumulation import HostGradAccumulator
 from hostward.optim.op_binding import Bindings, Memory, Schedules, mixed_gradients
+from hostward.optim.param_groups import is_valid
 from hostward.optim.range_selection import Part, bucket_map
 from hostward.optim.staging_buffers import StagingBuffers
 from hostward.optim.stream_sync import StreamSync
@@ -114,6 +115,9 @@ class StepExecutor:
         use_torch_optimizer: torch.optim.AdamW steps the host buckets.
         groups: parameter groups, whose hyper-parameters guesses are made with.
     """
+
+    _guesses = False
+    """Steps are guessed in the present step: the hyper-parameters were valid when it began."""
 
     def __init__(
         self,
@@ -527,7 +531,7 @@ class StepExecutor:
                 self._in_flight.append(bucket)
         if len(self._in_flight) > GRADIENTS_IN_FLIGHT:
             self._release_in_flight(GRADIENTS_IN_FLIGHT)
-        if self._shape.guessed:
+        if self._guesses:
             self._guess(buckets)
         if not self._slots.count:
             return
@@ -644,7 +648,9 @@ class StepExecutor:
             self.torn = True
             raise
         self._points = self._schedules.points()
-        if self._shape.guessed:
+        # A value that is not valid yet may be set right before the step, which reports it otherwise.
+        self._guesses = bool(self._shape.guessed) and all(map(is_valid, self._groups))
+        if self._guesses:
             self._bindings.set_constants(self._groups, guess=True)
         self.in_step = True
 
