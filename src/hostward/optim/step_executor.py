@@ -777,7 +777,6 @@ class StepExecutor:
         ]
         self._issue([self._wait_triggers[layer.name] for layer in layers])
         for layer, stepped in waiting:
-            layer.waited(key)
             # What comes after it in order of use and is not prefetched is uploaded now.
             if self._uploads:
                 self._upload(self._layers[name] for name in self._uploads.get(layer.name, ()))
@@ -785,6 +784,7 @@ class StepExecutor:
                 self._release_memory(stepped, triggers=False)
             for bucket in stepped:
                 bucket.used()
+            layer.waited(key)  # last: interrupted before, all of it is done again
 
     def _unstage(self, layers: Sequence[LayerStep]) -> None:
         """Release staging buffers that must be back before the forward of one of these layers."""
@@ -932,14 +932,15 @@ class StepExecutor:
             layer.abort()
         self._slots.give_back(self._slots.held)
         self._release_memory(self._buckets, triggers=False)
-        for bucket in self._buckets:
+        for bucket, state in zip(self._buckets, self._states, strict=True):
             bucket.abort()
+            state.settle()
         self._held.clear()
         self._in_flight.clear()
         self._unguessed.clear()
         self._sync.made_on.clear()
         self._staged, self.in_step = 0, False
-        self._bindings.forget()  # an exchange of the sets of a state may have been interrupted
+        self._bindings.forget()
         self._follow_slots()
         self._points = self._schedules.points()
 
