@@ -560,8 +560,13 @@ def test_an_interrupt_while_waking_leaves_everything_asleep(monkeypatch: pytest.
     assert_equal(snapshot(model, optimizer), _one_step())
 
 
-def _goes_on_after_an_interrupt(going: bool, patched: Callable[[hostward.AdamW], tuple[object, str]], n: int) -> None:
-    """Interrupt `sleep` (going) or `wake` after the n-th call of what is patched; then `wake` makes it whole."""
+def _goes_on_after_an_interrupt(
+    going: bool, patched: Callable[[hostward.AdamW], tuple[object, str]], n: int, *, again: bool = False
+) -> None:
+    """Interrupt `sleep` (going) or `wake` after the n-th call of what is patched; then `wake` makes it whole.
+
+    `again`: `sleep` is called once more before.
+    """
 
     def trained(interrupted: bool) -> dict[str, torch.Tensor]:
         model, optimizer = make("mixed", BF16)
@@ -576,6 +581,10 @@ def _goes_on_after_an_interrupt(going: bool, patched: Callable[[hostward.AdamW],
                 _interrupt_after(patch, *patched(optimizer), n)
                 with pytest.raises(KeyboardInterrupt):
                     optimizer.sleep() if going else optimizer.wake()
+            if again:
+                optimizer.sleep()
+                with pytest.raises(AsleepError):
+                    model.head.weight.sum()
             for _ in range(2):
                 optimizer.wake()
                 assert optimizer.backend.ledger.total_bytes(Tier.DEVICE) == held
@@ -600,10 +609,11 @@ def _interrupt_after(patch: pytest.MonkeyPatch, owner: object, name: str, n: int
     patch.setattr(owner, name, interrupted)
 
 
-@pytest.mark.parametrize("n", [1, 2])
-def test_an_interrupted_sleep_has_lost_nothing(n: int) -> None:
-    """Seen red: device memory overwritten while what was copied of it was dropped."""
-    _goes_on_after_an_interrupt(True, lambda o: (o.backend, "wait"), n)
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize(("name", "n"), [("wait", 1), ("wait", 2), ("_copy_out", 1), ("_stand_in", 1)])
+def test_an_interrupted_sleep_has_lost_nothing(name: str, n: int, again: bool) -> None:
+    """Seen red: device memory overwritten while what was copied of it was dropped, or copied once more."""
+    _goes_on_after_an_interrupt(True, lambda o: (o.backend if name == "wait" else o._sleeper, name), n, again=again)
 
 
 @pytest.mark.parametrize("step", ["_bring_back", "_settle", "woken", "relocated"])

@@ -126,6 +126,11 @@ class Memory:
             backend.ledger.held_bytes[Tier.DEVICE, self.owner] += self.nbytes if here else -self.nbytes
         self.counted = here
 
+    def free(self, backend: Backend) -> None:
+        """Give its bytes back to the device's allocator."""
+        self.storage.resize_(0)
+        self.count(backend, here=False)
+
     def stays(self, why: Why) -> Stays:
         return Stays(self.kind.names[0], self.name, self.nbytes, why.value)
 
@@ -210,6 +215,8 @@ class Sleeper:
             for fetcher in self.fetchers:
                 fetcher.sweep()
         parts.executor.rest()
+        for memory in self._moved:  # what a call that was interrupted has copied
+            memory.free(backend)
         before = backend.device_memory(release=False)
         found, stays = self._found(parts, kinds)
         chosen = found
@@ -220,22 +227,25 @@ class Sleeper:
         anew = kinds & ~self.asleep.kinds
         # Before the copies: what is retired afterwards holds arbitrary bytes, and weights may be known by theirs.
         known = parts.watch.known() if Kinds.WEIGHTS in anew else self._known
-        copied = self._copy_out(backend, chosen)
-        self._known = known
-        self._moved += chosen
-        self.asleep.kinds |= kinds  # the host has the bytes: from here on waking is right, wherever this is interrupted
-        if Kinds.WEIGHTS in anew:
+        try:
+            copied = self._copy_out(backend, chosen)
+            self._known = known
+            self._moved += chosen
+            self.asleep.kinds |= kinds  # the host has the bytes: from here on waking is right, whatever interrupts this
+        except BaseException:
+            backend.drain()
+            raise
+        if Kinds.WEIGHTS in self.asleep.kinds and self._fence is None:
             self._fence = Fence(_parameters(parts), _Refusal(self.asleep))
             up(self._fence.entries())
         if Kinds.GRADIENTS in kinds:
-            self._stand_in(parts, {m.storage._cdata for m in chosen if m.kind is Kinds.GRADIENTS})
+            self._stand_in(parts, {m.storage._cdata for m in self._moved if m.kind is Kinds.GRADIENTS})
         if copied is not None:
             backend.wait(backend.retire([m.here() for m in chosen], Lane.COMPUTE, waits=[copied]).issue())
         freed: Counter[str] = Counter()
         for memory in chosen:
             freed[memory.kind.names[0]] += memory.nbytes
-            memory.storage.resize_(0)
-            memory.count(backend, here=False)
+            memory.free(backend)
         after = backend.device_memory(release=True)
         pinned = 0 if self._arena is None else self._arena.slab_bytes
         return SleepReport(
