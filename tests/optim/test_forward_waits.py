@@ -22,6 +22,7 @@ from optimizer_cases import adamw, assert_equal, set_gradients, snapshot
 
 import hostward
 from hostward.errors import OrderingError
+from hostward.optim.bucket_lifecycle import BucketStep
 from hostward.optim.bucket_state import same_bits
 from hostward.runtime.simulated.backend import Order, SimulatedBackend
 
@@ -397,6 +398,30 @@ def test_a_layer_that_only_the_second_microbatch_uses_has_arrived() -> None:
             loss_of(model, i, without=without).backward()
     optimizer.step()
     optimizer.wait()
+
+
+@offloaded
+def test_a_wait_that_was_interrupted_is_made_again(mix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: a layer that counted as waited for, of a bucket that did not: every later backward raised."""
+
+    def trained(*, interrupted: bool) -> dict[str, torch.Tensor]:
+        model, optimizer, _ = stepped(mix)
+        optimizer.zero_grad()
+
+        def stop(_: BucketStep) -> None:
+            raise KeyboardInterrupt
+
+        if interrupted:
+            with monkeypatch.context() as patch:
+                patch.setattr(BucketStep, "used", stop)
+                with pytest.raises(KeyboardInterrupt):
+                    loss_of(model, 1)
+        with optimizer.accumulate(last=True):
+            loss_of(model, 1).backward()
+        optimizer.step()
+        return snapshot(model, optimizer)
+
+    assert_equal(trained(interrupted=True), trained(interrupted=False))
 
 
 def test_the_old_name_of_wait_for_weights_warns() -> None:

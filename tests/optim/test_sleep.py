@@ -570,6 +570,73 @@ def test_an_interrupt_while_waking_leaves_everything_asleep(monkeypatch: pytest.
     assert_equal(snapshot(model, optimizer), _one_step())
 
 
+def _goes_on_after_an_interrupt(
+    going: bool, patched: Callable[[hostward.AdamW], tuple[object, str]], n: int, *, again: bool = False
+) -> None:
+    """Interrupt `sleep` (going) or `wake` after the n-th call of what is patched; then `wake` makes it whole.
+
+    `again`: `sleep` is called once more before.
+    """
+
+    def trained(interrupted: bool) -> dict[str, torch.Tensor]:
+        model, optimizer = make("mixed", BF16)
+        loss_of(model, 0).backward()
+        optimizer.step()
+        loss_of(model, 1).backward()
+        if interrupted:
+            held = optimizer.backend.ledger.total_bytes(Tier.DEVICE)
+            if not going:
+                optimizer.sleep()
+            with pytest.MonkeyPatch.context() as patch:
+                _interrupt_after(patch, *patched(optimizer), n)
+                with pytest.raises(KeyboardInterrupt):
+                    optimizer.sleep() if going else optimizer.wake()
+            if again:
+                optimizer.sleep()
+                with pytest.raises(AsleepError):
+                    model.head.weight.sum()
+            for _ in range(2):
+                optimizer.wake()
+                assert optimizer.backend.ledger.total_bytes(Tier.DEVICE) == held
+                optimizer.sleep()
+            optimizer.wake()
+        optimizer.step()
+        return snapshot(model, optimizer)
+
+    assert_equal(trained(interrupted=True), trained(interrupted=False))
+
+
+def _interrupt_after(patch: pytest.MonkeyPatch, owner: object, name: str, n: int) -> None:
+    call, calls = getattr(owner, name), []
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        result = call(*args, **kwargs)
+        calls.append(name)
+        if len(calls) == n:
+            raise KeyboardInterrupt
+        return result
+
+    patch.setattr(owner, name, interrupted)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize(("name", "n"), [("wait", 1), ("wait", 2), ("_copy_out", 1), ("_stand_in", 1)])
+def test_an_interrupted_sleep_has_lost_nothing(name: str, n: int, again: bool) -> None:
+    """Seen red: device memory overwritten while what was copied of it was dropped, or copied once more."""
+    _goes_on_after_an_interrupt(True, lambda o: (o.backend if name == "wait" else o._sleeper, name), n, again=again)
+
+
+@pytest.mark.parametrize("step", ["_bring_back", "_settle", "woken", "relocated"])
+def test_wake_does_what_an_interrupted_one_has_left_undone(step: str) -> None:
+    """Seen red: gradients that were not put back, addresses of before, main weights taken anew from weights."""
+
+    def patched(optimizer: hostward.AdamW) -> tuple[object, str]:
+        parts = optimizer._parts_of_sleep()
+        return {"woken": parts.executor, "relocated": parts.watch}.get(step, optimizer._sleeper), step
+
+    _goes_on_after_an_interrupt(False, patched, 1)
+
+
 def test_no_room_on_the_host_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = make("device", torch.float32)
     loss_of(model, 0).backward()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from networks import Net, loss_of
+from networks import Net, loss_of, make
 from optimizer_cases import (
     DTYPES,
     LATE_SUBSETS,
@@ -339,3 +339,32 @@ def test_the_plan_tells_what_is_streamed(share: float) -> None:
     held = optimizer.backend.ledger.by_owner(Tier.HOST)
     assert ("weights for upload" in held) is (share < 1.0)
     assert ("gradients" in held) is (share < 1.0)
+
+
+@pytest.mark.parametrize("mix", ["streamed", "mixed"])
+def test_a_read_that_was_interrupted_is_made_again(mix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: a staging buffer that counted as made anew while it was being filled."""
+
+    def trained(*, interrupted: bool) -> dict[str, torch.Tensor]:
+        model, optimizer = make(mix, torch.bfloat16, Order(late=frozenset({Lane.H2D})))
+
+        def backward(step: int) -> None:
+            with optimizer.accumulate(last=True):
+                loss_of(model, step).backward()
+
+        for step in range(5):
+            if interrupted and step == 3:
+                with monkeypatch.context() as patch:
+                    patch.setattr(type(optimizer._executor._slots.pace), "issued", _interrupt)
+                    with pytest.raises(KeyboardInterrupt):
+                        backward(step)
+                optimizer.zero_grad()
+            backward(step)
+            optimizer.step()
+        return snapshot(model, optimizer)
+
+    assert_equal(trained(interrupted=True), trained(interrupted=False))
+
+
+def _interrupt(_: object) -> None:
+    raise KeyboardInterrupt

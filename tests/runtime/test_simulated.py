@@ -1,10 +1,14 @@
 """The simulated backend: works, lanes, events, orders.
 
 Seen red: `mark` that does not wait on the compute lane, `refill` and `allocate` that note no write, an event that keeps
-its first issue, `synchronise` that leaves the clocks as they are, an eager order that runs nothing or forgets nothing.
+its first issue, `synchronise` that leaves the clocks as they are, an eager order that runs nothing or forgets nothing,
+an operation that another thread is running reported as a deadlock.
 """
 
 from __future__ import annotations
+
+import threading
+import time
 
 import pytest
 import torch
@@ -320,3 +324,27 @@ def test_the_host_may_wait_for_one_event() -> None:
     backend.wait(copied)
     assert host.data.eq(4.0).all()
     assert not other.data.isnan().any()
+
+
+def test_a_thread_waits_for_what_another_one_is_running() -> None:
+    backend = backend_with(Order(late=frozenset({Lane.D2H})))
+    running, raised = threading.Event(), list[Exception]()
+
+    def slow() -> None:
+        running.set()
+        time.sleep(0.1)
+
+    done = backend.launch("slow", slow, reads=[], writes=[]).issue()
+
+    def other() -> None:
+        running.wait()
+        try:
+            backend.wait(done)
+        except OrderingError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    backend.synchronise()
+    thread.join()
+    assert raised == []

@@ -15,6 +15,7 @@ from cli_runs import SMALL, Outcome
 from run_fixtures import Cli
 
 from hostward import recipes
+from hostward.config.rules.table import DEPENDENT
 from hostward.config.validate import check
 from hostward.core.inventory import Dtype, StateFormat
 from hostward.core.placement import Placement
@@ -158,6 +159,26 @@ def test_cases_are_what_their_names_say() -> None:
         assert case.config.train.global_batch_size == case.microbatches * case.config.train.micro_batch_size
         assert shares(without_offloading(case.config)) == Shares(0.0, 0.0)
         assert check(case.config) is check(without_offloading(case.config)) is None
+
+
+def test_the_run_without_offloading_has_no_option_that_needs_it() -> None:
+    """Seen red: step_early that stayed, and was refused there."""
+    config = recipes.load("qwen3_moe_tiny_pretrain_config")
+    switches = ("model.cpu_offloading", "optimizer.optimizer_cpu_offload", "optimizer.offload_optimizer_states")
+    value = "of the run that offloads"
+    needing = {option.partition(".") for switch in switches for option in DEPENDENT[switch]}
+    for namespace, _, option in needing:
+        setattr(getattr(config, namespace), option, value)
+    without = without_offloading(config)
+    stayed = {option for namespace, _, option in needing if getattr(getattr(without, namespace), option) == value}
+    assert stayed == {"use_torch_optimizer_for_cpu_offload"}  # which is refused before
+
+
+def test_steps_during_backward_are_compared(verify: Cli) -> None:
+    words = ["optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_offload_fraction=1.0"]
+    outcome = verify(*words, "optimizer.step_early=0.5")
+    assert outcome.code == 0, outcome.out + outcome.err
+    assert cases_of(outcome) == [(1.0, "as given", "as given", 2)]
 
 
 def test_microbatches_have_a_base_of_their_own(verify: Cli) -> None:

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,14 +61,26 @@ class BucketState:
     guess: Buffer | None = None
     turn: bool = False
     """The two sets have been exchanged an odd number of times."""
+    sets: tuple[tuple[Any, ...], ...] = ((), ())
+    """What state and twin had at first, by `_IN_BOTH_SETS`; empty without a twin."""
 
     def exchange(self) -> None:
         """Let the second set be the state, because a step has written it. Nothing but the step reads the twin."""
-        for name in _IN_BOTH_SETS:
-            mine, others = getattr(self, name), getattr(self.twin, name)
-            setattr(self, name, others)
-            setattr(self.twin, name, mine)
         self.turn = not self.turn
+        self.settle()
+
+    def settle(self) -> None:
+        """Let state and twin be the sets that `turn` says, also after an exchange that was interrupted."""
+        if self.twin is None:
+            return
+        for name, mine, others in zip(_IN_BOTH_SETS, *(reversed(self.sets) if self.turn else self.sets), strict=True):
+            setattr(self, name, mine)
+            setattr(self.twin, name, others)
+
+    def give_twin(self, twin: BucketState, guess: Buffer) -> None:
+        """Let the step of this bucket be guessed, in a second set of its state."""
+        self.twin, self.guess = twin, guess
+        self.sets = tuple(tuple(getattr(each, name) for name in _IN_BOTH_SETS) for each in (self, twin))
 
     @property
     def tier(self) -> Tier:
@@ -187,7 +200,7 @@ def allocate_twins(
     guesses = backend.allocate(Tier.HOST, [GUESS_WORDS] * len(states), torch.int64, "step counts")
     taken.extend(guesses)
     for state, twin, guess in zip(states, twins, guesses, strict=True):
-        state.twin, state.guess = twin, guess
+        state.give_twin(twin, guess)
 
 
 def allocate_partials(

@@ -73,6 +73,15 @@ def check_group(group: Mapping[str, Any]) -> None:
     check_variants(group)
 
 
+def is_valid(group: Mapping[str, Any]) -> bool:
+    """Return whether a step can be made with the hyper-parameters of a group, as they are now."""
+    try:
+        check_group(group)
+    except ConfigError:
+        return False
+    return True
+
+
 def check_variants(options: Mapping[str, Any]) -> None:
     """Raise ConfigError for an option of torch.optim.AdamW that asks for another step than this one."""
     for key, why in _NOT_SUPPORTED.items():

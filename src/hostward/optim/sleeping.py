@@ -29,7 +29,7 @@ from hostward.model.parameters import ParamRecord, can_resize, local_of
 from hostward.optim.bucket_lifecycle import Asleep, Kinds
 from hostward.optim.bucket_state import BucketState
 from hostward.optim.offloaded_grad import Fate, OffloadedGrad, Where
-from hostward.runtime.backend import Backend, Buffer, DeviceMemory, Tier
+from hostward.runtime.backend import Backend, Buffer, DeviceMemory, Event, Tier
 from hostward.runtime.pinned_arena import ALIGNMENT_BYTES, Block, HostArena
 from hostward.schedule.ops import Lane
 
@@ -118,6 +118,20 @@ class Memory:
     def __post_init__(self) -> None:
         self.nbytes = self.storage.nbytes()
 
+    counted: bool = True
+    """The ledger counts its bytes as memory of the device."""
+
+    def count(self, backend: Backend, *, here: bool) -> None:
+        """Let the ledger count its bytes as memory of the device, or not."""
+        if self.owner and self.counted is not here:
+            backend.ledger.held_bytes[Tier.DEVICE, self.owner] += self.nbytes if here else -self.nbytes
+        self.counted = here
+
+    def free(self, backend: Backend) -> None:
+        """Give its bytes back to the device's allocator."""
+        self.storage.resize_(0)
+        self.count(backend, here=False)
+
     def stays(self, why: Why) -> Stays:
         return Stays(self.kind.names[0], self.name, self.nbytes, why.value)
 
@@ -197,10 +211,13 @@ class Sleeper:
             MemoryLimitError: less than `budget` bytes can leave, or the host has no room for them.
         """
         backend = parts.backend
+        self._settle(backend)
         if Kinds.WEIGHTS in kinds:
             for fetcher in self.fetchers:
                 fetcher.sweep()
         parts.executor.rest()
+        for memory in self._moved:  # what a call that was interrupted has copied
+            memory.free(backend)
         before = backend.device_memory(release=False)
         found, stays = self._found(parts, kinds)
         chosen = found
@@ -211,21 +228,25 @@ class Sleeper:
         anew = kinds & ~self.asleep.kinds
         # Before the copies: what is retired afterwards holds arbitrary bytes, and weights may be known by theirs.
         known = parts.watch.known() if Kinds.WEIGHTS in anew else self._known
-        self._copy_out(backend, chosen)
-        self._known = known
-        self._moved += chosen
-        self.asleep.kinds |= kinds  # the host has the bytes: from here on waking is right, wherever this is interrupted
-        if Kinds.WEIGHTS in anew:
+        try:
+            copied = self._copy_out(backend, chosen)
+            self._known = known
+            self._moved += chosen
+            self.asleep.kinds |= kinds  # the host has the bytes: from here on waking is right, whatever interrupts this
+        except BaseException:
+            backend.drain()
+            raise
+        if Kinds.WEIGHTS in self.asleep.kinds and self._fence is None:
             self._fence = Fence(_parameters(parts), _Refusal(self.asleep))
             up(self._fence.entries())
         if Kinds.GRADIENTS in kinds:
-            self._stand_in(parts, {m.storage._cdata for m in chosen if m.kind is Kinds.GRADIENTS})
+            self._stand_in(parts, {m.storage._cdata for m in self._moved if m.kind is Kinds.GRADIENTS})
+        if copied is not None:
+            backend.wait(backend.retire([m.here() for m in chosen], Lane.COMPUTE, waits=[copied]).issue())
         freed: Counter[str] = Counter()
         for memory in chosen:
             freed[memory.kind.names[0]] += memory.nbytes
-            memory.storage.resize_(0)
-            if memory.owner:
-                backend.ledger.held_bytes[Tier.DEVICE, memory.owner] -= memory.nbytes
+            memory.free(backend)
         after = backend.device_memory(release=True)
         pinned = 0 if self._arena is None else self._arena.slab_bytes
         return SleepReport(
@@ -247,10 +268,10 @@ class Sleeper:
                         stays.append(memory.stays(why))
         return found, stays
 
-    def _copy_out(self, backend: Backend, chosen: Sequence[Memory]) -> None:
-        """Copy memory to the host, and return when all of it is there and nothing uses the device's copy."""
+    def _copy_out(self, backend: Backend, chosen: Sequence[Memory]) -> Event | None:
+        """Copy memory to the host, and return when all of it is there, with the event of the copies."""
         if not chosen:
-            return
+            return None
         arena = self._arena = self._arena or HostArena(backend, OWNER)
         taken: list[Block] = []
         try:
@@ -261,8 +282,7 @@ class Sleeper:
             pairs = [(m.there(b), buffer) for m, b, buffer in zip(chosen, taken, here, strict=True)]
             made = backend.mark("offload/sleep/made", Lane.COMPUTE, writes=here).issue()
             copied = backend.copy(Lane.D2H, pairs, name="offload/d2h/sleep", waits=[made]).issue()
-            gone = backend.retire(here, Lane.COMPUTE, waits=[copied]).issue()
-            backend.wait(gone)
+            backend.wait(copied)
         except BaseException:
             backend.drain()
             for block in taken:
@@ -270,6 +290,7 @@ class Sleeper:
             raise
         for memory, block in zip(chosen, taken, strict=True):
             memory.block = block
+        return copied
 
     def _reserve(self, arena: HostArena, chosen: Sequence[Memory]) -> None:
         """Pin in one piece what the arena lacks."""
@@ -309,30 +330,38 @@ class Sleeper:
         """
         kinds &= self.asleep.kinds
         if not kinds:
+            self._settle(parts.backend)
             return
         coming = [memory for memory in self._moved if memory.kind in kinds]
         self._bring_back(parts.backend, coming)
-        self.asleep.kinds &= ~kinds
-        self._moved = [memory for memory in self._moved if memory.kind not in kinds]
         parts.executor.woken()
         if Kinds.WEIGHTS in kinds:
             parts.watch.relocated(self._known)
-            self._known = []
-            if self._fence is not None:
-                self._fence.close()
-                self._fence = None
         if Kinds.GRADIENTS in kinds:
             for parameter, gradient, stand_in in self._gradients:
                 if parameter.grad is stand_in:  # else it was cleared
                     parameter.grad = gradient
-            self._gradients.clear()
-        for memory in coming:
-            if memory.block is not None and self._arena is not None:
-                self._arena.give(memory.block, None)
-            if memory.owner:
-                parts.backend.ledger.held_bytes[Tier.DEVICE, memory.owner] += memory.nbytes
+        self.asleep.kinds &= ~kinds  # until here all of it is asleep, and is done again where this was interrupted
+        self._settle(parts.backend)
         if self._arena is not None:
             self._arena.rest()
+
+    def _settle(self, backend: Backend) -> None:
+        """Let go of what is kept for kinds that are awake, also where `sleep` or `wake` was interrupted before it."""
+        asleep = self.asleep.kinds
+        for memory in [memory for memory in self._moved if memory.kind not in asleep]:
+            block, memory.block = memory.block, None
+            if block is not None and self._arena is not None:
+                self._arena.give(block, None)
+            memory.count(backend, here=True)
+        self._moved = [memory for memory in self._moved if memory.kind in asleep]
+        if Kinds.WEIGHTS not in asleep:
+            self._known = []
+            if self._fence is not None:
+                self._fence.close()
+                self._fence = None
+        if Kinds.GRADIENTS not in asleep:
+            self._gradients.clear()
 
     def _bring_back(self, backend: Backend, coming: Sequence[Memory]) -> None:
         """Give storages their bytes again, on the current stream, and copy to them: all of them, or none.
@@ -340,6 +369,8 @@ class Sleeper:
         The driver takes time to find memory, so what was allocated first is copied to meanwhile.
         """
         given: list[Memory] = []
+        if any(memory.storage.nbytes() for memory in coming):
+            backend.synchronise()  # sleep() was interrupted, and its copies may read what is about to be written
         try:
             for together in _groups(coming):
                 for memory in together:

@@ -242,7 +242,8 @@ class StagingBuffers:
         for (slot, layout), views in self._views.items():
             if slot < count:  # the others too: an interrupt may have come between memory and views
                 for view, data in zip(views, _cut(self._held[slot].data, layout), strict=True):
-                    self._backend.refill(view, data)
+                    if view.address != data.data_ptr():  # else it may be being filled
+                        self._backend.refill(view, data)
 
     def give_back(self, slots: Collection[int]) -> None:
         """Return the memory of these buffers, after what the compute stream has waited for.

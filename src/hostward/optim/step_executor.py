@@ -34,6 +34,7 @@ from hostward.optim.bucket_lifecycle import (
 from hostward.optim.bucket_state import BucketState, allocate_gradients
 from hostward.optim.host_accumulation import HostGradAccumulator
 from hostward.optim.op_binding import Bindings, Memory, Schedules, mixed_gradients
+from hostward.optim.param_groups import is_valid
 from hostward.optim.range_selection import Part, bucket_map
 from hostward.optim.staging_buffers import StagingBuffers
 from hostward.optim.stream_sync import StreamSync
@@ -114,6 +115,9 @@ class StepExecutor:
         use_torch_optimizer: torch.optim.AdamW steps the host buckets.
         groups: parameter groups, whose hyper-parameters guesses are made with.
     """
+
+    _guesses = False
+    """Steps are guessed in the present step: the hyper-parameters were valid when it began."""
 
     def __init__(
         self,
@@ -527,7 +531,7 @@ class StepExecutor:
                 self._in_flight.append(bucket)
         if len(self._in_flight) > GRADIENTS_IN_FLIGHT:
             self._release_in_flight(GRADIENTS_IN_FLIGHT)
-        if self._shape.guessed:
+        if self._guesses:
             self._guess(buckets)
         if not self._slots.count:
             return
@@ -644,7 +648,9 @@ class StepExecutor:
             self.torn = True
             raise
         self._points = self._schedules.points()
-        if self._shape.guessed:
+        # A value that is not valid yet may be set right before the step, which reports it otherwise.
+        self._guesses = bool(self._shape.guessed) and all(map(is_valid, self._groups))
+        if self._guesses:
             self._bindings.set_constants(self._groups, guess=True)
         self.in_step = True
 
@@ -771,7 +777,6 @@ class StepExecutor:
         ]
         self._issue([self._wait_triggers[layer.name] for layer in layers])
         for layer, stepped in waiting:
-            layer.waited(key)
             # What comes after it in order of use and is not prefetched is uploaded now.
             if self._uploads:
                 self._upload(self._layers[name] for name in self._uploads.get(layer.name, ()))
@@ -779,6 +784,7 @@ class StepExecutor:
                 self._release_memory(stepped, triggers=False)
             for bucket in stepped:
                 bucket.used()
+            layer.waited(key)  # last: interrupted before, all of it is done again
 
     def _unstage(self, layers: Sequence[LayerStep]) -> None:
         """Release staging buffers that must be back before the forward of one of these layers."""
@@ -926,14 +932,15 @@ class StepExecutor:
             layer.abort()
         self._slots.give_back(self._slots.held)
         self._release_memory(self._buckets, triggers=False)
-        for bucket in self._buckets:
+        for bucket, state in zip(self._buckets, self._states, strict=True):
             bucket.abort()
+            state.settle()
         self._held.clear()
         self._in_flight.clear()
         self._unguessed.clear()
         self._sync.made_on.clear()
         self._staged, self.in_step = 0, False
-        self._bindings.forget()  # an exchange of the sets of a state may have been interrupted
+        self._bindings.forget()
         self._follow_slots()
         self._points = self._schedules.points()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import random
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -99,6 +100,8 @@ class SimulatedBackend(Backend):
         self._order = LATEST if order is None else order
         self._random = random.Random(self._order.seed)
         self._poison = poison
+        self._alone = threading.RLock()
+        """A thread that reads weights beside training waits for operations that the other one is running."""
         self._queues: dict[Lane, deque[Operation]] = {lane: deque() for lane in LANES}
         self._clocks = LaneClocks()
         self._bytes = ByteRule()
@@ -330,9 +333,8 @@ class SimulatedBackend(Backend):
     ) -> Work:
         def enqueue() -> Operation:
             operation = self._issue(lane, name, None, reads, writes, waits)
-            # The caller's own code runs now, after everything on the compute lane.
-            while lane is Lane.COMPUTE and not operation.done:
-                self._advance()
+            if lane is Lane.COMPUTE:  # the caller's own code runs now, after everything on that lane
+                self._finish(operation)
             return operation
 
         return _SimulatedWork(name, lane, done or Event(), enqueue)
@@ -351,14 +353,15 @@ class SimulatedBackend(Backend):
 
     def wait(self, event: Event) -> None:
         operation = operation_of(event)
-        while operation is not None and not operation.done:
-            self._advance()
+        if operation is not None:
+            self._finish(operation)
 
     def synchronise(self) -> None:
-        while any(self._queues.values()):
-            self._advance()
-        self._clocks.join_all()
-        self._bytes.clear()
+        with self._alone:
+            while any(self._queues.values()):
+                self._advance()
+            self._clocks.join_all()
+            self._bytes.clear()
 
     def describe(self) -> Mapping[str, object]:
         return {"backend": "simulated", "device": "cpu", "host_threads": self.threads, "isa": isa_name()}
@@ -378,15 +381,21 @@ class SimulatedBackend(Backend):
         nbytes: int = 0,
     ) -> Operation:
         before = tuple(operation for event in waits if (operation := operation_of(event)) is not None)
-        stamp = self._clocks.stamp(lane, [earlier.stamp for earlier in before])
-        operation = Operation(lane, name, self._issued, stamp, before, run, nbytes, self._turn)
-        self._issued += 1
-        self._bytes.check(operation, reads, writes)
-        self._queues[lane].append(operation)
-        if self._order.eager:
+        with self._alone:
+            stamp = self._clocks.stamp(lane, [earlier.stamp for earlier in before])
+            operation = Operation(lane, name, self._issued, stamp, before, run, nbytes, self._turn)
+            self._issued += 1
+            self._bytes.check(operation, reads, writes)
+            self._queues[lane].append(operation)
+            if self._order.eager:
+                self._finish(operation)
+        return operation
+
+    def _finish(self, operation: Operation) -> None:
+        """Run operations until this one is done."""
+        with self._alone:
             while not operation.done:
                 self._advance()
-        return operation
 
     def _advance(self) -> None:
         """Run the first operation of one lane whose waits are complete."""

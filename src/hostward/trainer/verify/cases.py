@@ -50,6 +50,7 @@ _OFFLOADING = (
     "optimizer.pin_cpu_grads",
     "optimizer.pin_cpu_params",
     "optimizer.offload_mix",
+    "optimizer.step_early",
     "optimizer.offload_optimizer_states",
     "optimizer.optimizer_state_offload_fraction",
     "optimizer.optimizer_state_offload_chunk_size_mb",
