@@ -13,6 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -38,6 +43,7 @@ ORDERS = {
     "random": Order(seed=3),
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+Formats = Mapping[str, Mapping[str, torch.dtype]]
 EVERYTHING = hostward.Activations(min_bytes=1)
 WIDTH = 33
 """Odd, so that borders between ranks lie within chunks of the norm."""
@@ -425,6 +431,39 @@ def loaded_whole(mesh: str) -> dict[str, str]:
         found |= {
             f"{role} {name}": "" if torch.equal(whole_of(loaded[role]), entry[role]) else "differs" for role in entry
         }
+    return found
+
+
+def loaded_in_formats(saved: Formats, wanted: Formats, *, broadcast: bool) -> dict[str, str]:
+    """What says no to a whole state in one format, given to the ranks in another one by torch; "" if nothing does.
+
+    By the names of both: torch puts what it is given into tensors of the dtypes that there are. `broadcast`: only the
+    first rank has the whole state.
+    """
+    asked = StateDictOptions(full_state_dict=True, cpu_offload=broadcast)
+    given = StateDictOptions(full_state_dict=True, cpu_offload=broadcast, broadcast_from_rank0=broadcast)
+
+    def made(dtypes: Mapping[str, torch.dtype]) -> tuple[Net, hostward.AdamW]:
+        model = sharded(dtype="bf16")
+        optimizer = adamw(model, "mixed", state_dtypes=dict(dtypes))
+        backward(model, optimizer, 0, 1, True, True, True)
+        optimizer.step()
+        return model, optimizer
+
+    found = {}
+    for (name, dtypes), (other, others) in itertools.product(saved.items(), wanted.items()):
+        state = get_optimizer_state_dict(*made(dtypes), options=asked)
+        try:
+            model, optimizer = made(others)
+            set_optimizer_state_dict(model, optimizer, state, options=given)
+            weights = dict(model.named_parameters())
+            found[f"{name} into {other}"] = "".join(
+                f"{of} is not the weight"
+                for of, entry in optimizer.state_dict()["state"].items()
+                if name == "main" and "master" in entry and not torch.equal(entry["master"], weights[of].float())
+            )
+        except HostwardError as error:
+            found[f"{name} into {other}"] = error.what
     return found
 
 

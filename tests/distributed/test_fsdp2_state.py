@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from sharded_cases import given
 from world import World
 
@@ -30,6 +31,18 @@ def test_a_distributed_checkpoint_loads_at_any_number_of_ranks(
     expected = given("device")
     assert [rank["bits"] for rank in found] == [expected["bits"]] * loads.size
     assert [rank["told"] for rank in found] == [expected["told"][2:]] * loads.size
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_a_whole_state_that_torch_rounds_is_refused(pair: World, broadcast: bool) -> None:
+    """What trainers save as `FULL_STATE_DICT`. Seen red: all of these loaded."""
+    half, main = dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.bfloat16), {"main_param": torch.bfloat16}
+    formats = {"fp32": {}, "half": half, "main": main}
+    for found in pair.run("sharded_cases.loaded_in_formats", saved=formats, wanted=formats, broadcast=broadcast):
+        refused = {pair for pair, why in found.items() if why}
+        assert refused == {"fp32 into half", "fp32 into main", "half into main", "main into half"}
+        assert "this optimizer stores it in bfloat16" in found["fp32 into half"]
+        assert "keeps main weights in bfloat16" in found["fp32 into main"]
 
 
 def test_a_state_of_one_process_loads_into_shards(world: World) -> None:

@@ -18,7 +18,7 @@ from torch.optim.optimizer import ParamsT
 
 from hostward.config.arguments import named_options
 from hostward.core.host_limits import Rates
-from hostward.core.inventory import Inventory, StateFormat
+from hostward.core.inventory import Dtype, Inventory, StateFormat
 from hostward.core.placement import PlacedBucket, Plan
 from hostward.distributed.flat_shards import FlatPart, FlatShards
 from hostward.errors import HostwardError, ModelError, OrderingError
@@ -101,7 +101,9 @@ from hostward.optim.state_dict import (
     check_same_names,
     checked_dtypes,
     checked_settings,
+    dtypes_for_torch,
     is_being_wrapped,
+    is_set_by_torch,
     plain,
     require_fp8,
     require_known,
@@ -109,7 +111,9 @@ from hostward.optim.state_dict import (
     require_uncut,
     saved_cut,
     saved_dtypes,
+    saved_form,
     saved_parts,
+    without_master,
 )
 from hostward.optim.state_reader import Describer, Readers, StateSources
 from hostward.optim.step_executor import StepExecutor
@@ -786,9 +790,9 @@ class AdamW(torch.optim.Optimizer):
             if copy:
                 require_host_memory(self._access.copied_bytes(), owner="a copy of the optimizer state")
             state = {t.name: self._access.read(t.name, copy=copy) for t in self._tracked}
-        said = saved_dtypes(self.state_format)
+        said = dtypes_for_torch() if is_set_by_torch() else saved_dtypes(self.state_format)
         groups = [{**group, "param_names": list(group["params"]), **said} for group in self._settings()]
-        more = saved_cut(self._parts) | said
+        more = saved_cut(self._parts) | saved_dtypes(self.state_format)
         return {"format": STATE_FORMAT, "optimizer": OWNER, "state": state, "param_groups": groups, **more}
 
     def _settle(self) -> None:
@@ -887,7 +891,11 @@ class AdamW(torch.optim.Optimizer):
         self.backend.drain()
         state, settings = self._checked(given)
         require_known(state, self._by_name)
-        self._check_entries(state, checked_dtypes(given, self.state_format))
+        form = saved_form(given)
+        self._check_entries(state, form)
+        checked_dtypes(given, self.state_format)  # torch may have rounded entries that fit by now
+        if form.main_param is Dtype.BF16 and not isinstance(state, PiecewiseState):
+            state = {name: without_master(entry) for name, entry in state.items()}
         if self._executor.torn:
             # Gradients offloaded for the step that was interrupted must not be stepped with.
             self._executor.abort()

@@ -524,6 +524,15 @@ def saved_dtypes(form: StateFormat) -> dict[str, Any]:
     return said
 
 
+def dtypes_for_torch() -> dict[str, Any]:
+    """Return what groups say in the state that torch.distributed.checkpoint.state_dict asks for before it sets one.
+
+    It puts tensors into that state, of whatever dtype, replaces what groups say there, and keeps what the state that it
+    sets does not say: that one was saved in fp32.
+    """
+    return {"moments": dict.fromkeys(MOMENTS, Dtype.FP32.value), MAIN_PARAM: Dtype.FP32.value}
+
+
 def saved_form(state_dict: Mapping[str, Any]) -> StateFormat:
     """Return the format that a saved state says it has, fp32 where it says nothing. Raises CheckpointError."""
     dtypes = _said_dtypes(state_dict)
@@ -541,6 +550,14 @@ def _said_dtypes(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return {**(moments if isinstance(moments, Mapping) else {}), MAIN_PARAM: main_param or Dtype.FP32}
 
 
+def without_master(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entry of a parameter that was saved without an fp32 main weight.
+
+    Where torch.distributed.checkpoint.state_dict finds none, it leaves in the one of the optimizer that loads.
+    """
+    return {role: value for role, value in entry.items() if role != "master"}
+
+
 def checked_dtypes(state_dict: Mapping[str, Any], form: StateFormat) -> StateFormat:
     """Return the format that a saved state says it has, fp32 where it says nothing.
 
@@ -548,6 +565,8 @@ def checked_dtypes(state_dict: Mapping[str, Any], form: StateFormat) -> StateFor
         CheckpointError: parts were saved in fp32 that are stored in bf16 here; or it says what is no dtype.
     """
     saved, dtypes = saved_form(state_dict), _said_dtypes(state_dict)
+    if is_set_by_torch() and saved.main_param is Dtype.FP32 and form.main_param is Dtype.BF16:
+        raise drops_masters("the master of a parameter")  # which torch may give to one rank alone
     for role, dtype in form.moments.items():
         if role in dtypes and dtypes[role] == Dtype.FP32 and dtype is not Dtype.FP32:
             raise rounds(role) if dtype is Dtype.BF16 else rounds_to_fp8(role)
@@ -760,6 +779,13 @@ def require_not_flattened() -> None:
                 why="torch could not load the result into any optimizer",
                 fix="leave flatten_optimizer_state_dict out: names of parameters are the keys already, at any sharding",
             )
+
+
+def is_set_by_torch() -> bool:
+    """Return whether `torch.distributed.checkpoint.state_dict` is about to set a state."""
+    module = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    functions = (getattr(module, name, None) for name in ("set_optimizer_state_dict", "set_state_dict"))
+    return any(True for function in functions for _ in _frames_of(function))
 
 
 def _frames_of(function: object) -> Iterator[FrameType]:
