@@ -44,7 +44,10 @@ class Dtype(StrEnum):
     @property
     def itemsize_bytes(self) -> int:
         """Return the bytes per element, without those of blocks."""
-        return {Dtype.FP32: 4, Dtype.FP8: 1}.get(self, 2)
+        return _ITEMSIZES[self]
+
+
+_ITEMSIZES = {Dtype.FP32: 4, Dtype.BF16: 2, Dtype.FP16: 2, Dtype.FP8: 1}
 
 
 class MasterKind(StrEnum):
@@ -307,31 +310,36 @@ class Bucket:
         return {}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Inventory:
     """Hold the trainable parameters and their buckets, in order of use in forward."""
 
     parameters: tuple[Parameter, ...]
     buckets: tuple[Bucket, ...]
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return sum(p.numel for p in self.parameters)
 
-    @property
+    @cached_property
     def state_bytes(self) -> int:
         return sum(b.state_bytes for b in self.buckets)
+
+    @cached_property
+    def as_asked(self) -> Bucket | None:
+        """Return `bucket_as_asked` of its buckets, if there are any."""
+        return bucket_as_asked(self.buckets) if self.buckets else None
 
     @property
     def form(self) -> StateFormat:
         """Return the format that is asked for; that of vectors where there is no matrix."""
-        return bucket_as_asked(self.buckets).form if self.buckets else FP32_STATE
+        return FP32_STATE if self.as_asked is None else self.as_asked.form
 
     @property
     def saved_bytes(self) -> list[int]:
         """Return the bytes of each parameter's state in a checkpoint."""
-        form = self.form
-        return [p.numel * form.saved_element_bytes(p.dtype) for p in self.parameters]
+        sizes = {dtype: self.form.saved_element_bytes(dtype) for dtype in {p.dtype for p in self.parameters}}
+        return [p.numel * sizes[p.dtype] for p in self.parameters]
 
 
 def align(value: int, unit: int) -> int:

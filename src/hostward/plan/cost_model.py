@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 from hostward.core.host_limits import Rates
-from hostward.core.inventory import Bucket, MasterKind, bucket_as_asked
+from hostward.core.inventory import Bucket, MasterKind
 from hostward.core.placement import HOST_STEP_BYTES, Placement, last_of, sharing, step_speed, streamed_share_of
 from hostward.errors import ConfigError
 from hostward.plan.decisions import ELEMENTWISE, LEAVES, RECOMPUTED, Choice, Keep
@@ -86,8 +86,8 @@ def balanced_share(speeds: Speeds, workload: Workload, ahead: float | None = Non
         ahead: share of the offloaded state that can be prefetched during backward.
         backward_s: seconds of backward over the share of the state that is offloaded.
     """
-    buckets = workload.inventory.buckets
-    if not buckets:
+    bucket = workload.inventory.as_asked
+    if bucket is None:
         return 0.0
 
     def duplex(speed: Sequence[float]) -> float:
@@ -98,8 +98,8 @@ def balanced_share(speeds: Speeds, workload: Workload, ahead: float | None = Non
     rates = Rates(host, duplex(alone), busy[Queue.HOST] * host, duplex(busy), speeds.d2h_bytes_per_s)
     guessed = 0.0
     if backward_s:
-        guessed = backward_s * rates.busy_host_parameters_per_s / GUESS_SECONDS / sum(b.numel for b in buckets)
-    return streamed_share_of(bucket_as_asked(buckets), rates, ahead, (workload.step_early, guessed))
+        guessed = backward_s * rates.busy_host_parameters_per_s / GUESS_SECONDS / workload.inventory.numel
+    return streamed_share_of(bucket, rates, ahead, (workload.step_early, guessed))
 
 
 def measured(speeds: Speeds, rates: Rates) -> Speeds:
