@@ -390,9 +390,7 @@ class Flags:
             budgets = replace(budgets, phases=phases)
             # Of several GPUs with all parameters each no plan is made.
             more = whole if self.config is not None or options.ddp.use_distributed_optimizer else None
-            if more is None:
-                return Question(workload, machine, count, budgets, forced)
-            parts = divided[more.microbatches] = divided.get(more.microbatches) or Divided(more)
+            parts = None if more is None else divided.setdefault(more.microbatches, Divided(more))
             return Question(workload, machine, count, budgets, forced, parts)
 
         return question

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from hostward.core.full_device import ALLOCATOR_VARIABLES
 from hostward.core.host_limits import HostMemory, host_memory
 from hostward.errors import HostwardError, NativeError
 from hostward.kernels.cpu.affinity import CpuFacts, cpu_list, read_cpu_facts
@@ -26,8 +27,7 @@ VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "LOCAL_WORLD_SIZE",
     "OMP_NUM_THREADS",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
+    *ALLOCATOR_VARIABLES,
     "PYTORCH_NO_CUDA_MEMORY_CACHING",
 )
 """Environment variables that findings are about."""

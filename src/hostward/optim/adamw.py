@@ -111,7 +111,6 @@ from hostward.optim.state_dict import (
     require_uncut,
     saved_cut,
     saved_dtypes,
-    saved_form,
     saved_parts,
     without_master,
 )
@@ -891,9 +890,8 @@ class AdamW(torch.optim.Optimizer):
         self.backend.drain()
         state, settings = self._checked(given)
         require_known(state, self._by_name)
-        form = saved_form(given)
+        form = checked_dtypes(given, self.state_format)
         self._check_entries(state, form)
-        checked_dtypes(given, self.state_format)  # torch may have rounded entries that fit by now
         if form.main_param is Dtype.BF16 and not isinstance(state, PiecewiseState):
             state = {name: without_master(entry) for name, entry in state.items()}
         if self._executor.torn:

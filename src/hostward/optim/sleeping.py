@@ -114,12 +114,11 @@ class Memory:
     nbytes: int = field(init=False)
     block: Block | None = None
     """Where its bytes are while it is asleep."""
+    counted: bool = True
+    """The ledger counts its bytes as memory of the device."""
 
     def __post_init__(self) -> None:
         self.nbytes = self.storage.nbytes()
-
-    counted: bool = True
-    """The ledger counts its bytes as memory of the device."""
 
     def count(self, backend: Backend, *, here: bool) -> None:
         """Let the ledger count its bytes as memory of the device, or not."""
@@ -384,7 +383,7 @@ class Sleeper:
             if given:  # something was raised, or Ctrl-C; what was copied to is about to be freed
                 backend.synchronise()
                 for memory in given:
-                    memory.storage.resize_(0)
+                    memory.free(backend)
 
 
 def _groups(coming: Sequence[Memory]) -> Iterator[list[Memory]]:

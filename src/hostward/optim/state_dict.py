@@ -769,9 +769,7 @@ def require_not_flattened() -> None:
     Raises:
         CheckpointError: `StateDictOptions(flatten_optimizer_state_dict=True)` is what asks for the state.
     """
-    module = sys.modules.get("torch.distributed.checkpoint.state_dict")
-    functions = [getattr(module, name, None) for name in ("get_optimizer_state_dict", "get_state_dict")]
-    for frame in (frame for function in functions for frame in _frames_of(function)):
+    for frame in _frames_in_torch("get_optimizer_state_dict", "get_state_dict"):
         options = frame.f_locals.get("options")
         if options is not None and options.flatten_optimizer_state_dict:
             raise CheckpointError(
@@ -783,9 +781,14 @@ def require_not_flattened() -> None:
 
 def is_set_by_torch() -> bool:
     """Return whether `torch.distributed.checkpoint.state_dict` is about to set a state."""
+    return any(True for _ in _frames_in_torch("set_optimizer_state_dict", "set_state_dict"))
+
+
+def _frames_in_torch(*names: str) -> Iterator[FrameType]:
+    """Yield the frames of these functions of torch.distributed.checkpoint.state_dict on the stack."""
     module = sys.modules.get("torch.distributed.checkpoint.state_dict")
-    functions = (getattr(module, name, None) for name in ("set_optimizer_state_dict", "set_state_dict"))
-    return any(True for function in functions for _ in _frames_of(function))
+    for name in names:
+        yield from _frames_of(getattr(module, name, None))
 
 
 def _frames_of(function: object) -> Iterator[FrameType]:
