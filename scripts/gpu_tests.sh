@@ -3,7 +3,7 @@
 #
 #     scripts/gpu_tests.sh FOLDER      # FOLDER gets what each part printed; PYTEST_WORKERS=8 for each GPU; GPUS=2: the first two
 #
-# Tests measure the memory of their GPU, so those of one GPU wait for one another. Exits with 1 if a part fails.
+# Tests of one GPU share it, but those marked `alone` measure it and have it to themselves. Exits with 1 if a part fails.
 set -u
 cd "$(dirname "$0")/.."
 out=${1:?the folder for what the parts print}

@@ -20,6 +20,10 @@ if gpus := os.environ.get("HOSTWARD_TEST_GPUS"):
     worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
     os.environ["CUDA_VISIBLE_DEVICES"] = str(int(worker) % int(gpus))
 
+# Torch's default, which `hostward train` in a test's process would else change for the tests behind it.
+if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:False"
+
 # Equal runs have equal bits only so: cuBLAS reads its variable when it starts, and cuDNN's attention adds in any order.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 torch.backends.cuda.enable_cudnn_sdp(False)
@@ -37,21 +41,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _device_to_itself() -> Iterator[None]:
-    """Tests measure the memory of the device: those of other processes of this test run wait."""
+def _beside_others(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests of other processes of this test run share the device, but not with what is marked `alone`."""
     if not torch.cuda.is_available():
         yield
         return
-    with devices_to_itself():
+    with device_shared(alone=request.node.get_closest_marker("alone") is not None):
         yield
 
 
 @contextmanager
-def devices_to_itself() -> Iterator[None]:
-    """Nobody else in this test run uses the devices that it sees. Not to be entered twice."""
+def device_shared(*, alone: bool) -> Iterator[None]:
+    """Others in this test run may use the devices that it sees, or nobody else. Not to be entered twice."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES", "all").replace(",", "-")
-    with (Path(tempfile.gettempdir()) / f"hostward-tests-{os.getuid()}-{seen}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    path = Path(tempfile.gettempdir()) / f"hostward-tests-{os.getuid()}-{seen}"
+    with path.with_suffix(".lock").open("w") as file:
+        with path.with_suffix(".queue").open("w") as queue:  # else who wants it alone waits while others come and go
+            fcntl.flock(queue, fcntl.LOCK_EX)
+            fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         yield
 
 

@@ -100,6 +100,7 @@ def test_h19_bytes_leave_the_device() -> None:
         del loss
 
 
+@pytest.mark.alone
 def test_h13_h15_memory_stays_level_and_peaks_are_equal() -> None:
     net = Net()
     run = attach(net)

@@ -16,7 +16,7 @@ from hostward.runtime.cuda.backend import CudaBackend
 from hostward.schedule.ops import Lane
 
 __all__ = ["deterministic"]
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 MIB = 1024 * 1024
 

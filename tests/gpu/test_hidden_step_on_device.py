@@ -188,6 +188,7 @@ def test_two_models_one_after_the_other_and_side_by_side(mix: str, monkeypatch: 
         assert_equal(found, {name: expected[name] for name in found})
 
 
+@pytest.mark.alone
 @every_mix
 def test_t12_h15_memory_is_level_over_200_steps(mix: str) -> None:
     model, optimizer = make(mix)

@@ -194,6 +194,7 @@ def test_no_ranges_and_empty_ranges() -> None:
     assert from_device(case.device["count"], np.int64).tolist() == [4, 5]
 
 
+@pytest.mark.alone
 @device_only
 def test_elements_past_two_to_the_31() -> None:
     """One range of more than 2**31 elements, behind an offset: 32-bit arithmetic anywhere would write elsewhere."""
@@ -268,6 +269,7 @@ def test_h54_operands_are_checked_before_the_launch() -> None:
     case.check()
 
 
+@pytest.mark.alone
 @device_only
 def test_step_speed_against_a_copy(capsys: pytest.CaptureFixture[str]) -> None:
     """A floor far below what is expected, so that a lost fast path is seen; the printed numbers are the point."""

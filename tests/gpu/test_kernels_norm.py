@@ -221,6 +221,7 @@ def test_norm_operands_are_checked_before_the_launch() -> None:
         norm.finish(one[torch.int64], one[torch.int32], **{**good, "max_norm": float("nan")})
 
 
+@pytest.mark.alone
 @device_only
 def test_norm_speed_against_a_copy(capsys: pytest.CaptureFixture[str]) -> None:
     """Floors far below what is expected; the printed numbers are the point."""

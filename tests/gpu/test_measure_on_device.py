@@ -12,7 +12,7 @@ from hostward.machine.facts import gather, read_devices
 from hostward.machine.measure import measure_machine, render
 from hostward.plan.hardware_profile import Hardware
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 
 def test_a_machine_with_a_gpu_is_measured_in_full() -> None:

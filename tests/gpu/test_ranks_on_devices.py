@@ -22,7 +22,7 @@ AT_ONCE = 4
 """Starts beside each other. A case takes half a minute, most of it in Python."""
 LIMIT_S = 420.0
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(LIMIT_S + 30.0)]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(LIMIT_S + 30.0)]
 
 
 class Started:

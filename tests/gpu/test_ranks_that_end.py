@@ -39,6 +39,7 @@ WORDS = (
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.alone,
     pytest.mark.timeout(4 * LIMIT_S),
     pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs two CUDA devices"),
 ]

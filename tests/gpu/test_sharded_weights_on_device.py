@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conftest import devices_to_itself
+from conftest import device_shared
 from launching import found_in, launched, said_in
 from sharded_weights_cases import CASES, DEPTH, STOOD_STILL
 
@@ -35,13 +35,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _device_to_itself() -> None:
+def _beside_others() -> None:
     """The module's program has it."""
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _device() -> Any:
-    with devices_to_itself():
+    with device_shared(alone=True):
         yield
 
 

@@ -167,6 +167,7 @@ def test_h65_nothing_waits_on_the_host_from_backward_to_forward(
     assert [e.name for e in waits if region.start <= e.time_range.start <= region.end] == []
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("traced", [False, True], ids=["", "traced"])
 @pytest.mark.parametrize("mix", ["host", "streamed", "mixed"])
 def test_h65_a_step_of_many_buckets_is_issued_while_the_device_is_busy(mix: str, traced: bool) -> None:
@@ -212,6 +213,7 @@ def test_what_the_host_has_clocked_lies_between_the_copies_before_and_behind_it(
         assert stepped.end_s < spans[turn, f"h2d/weight/{bucket}"].start_s + CLOCKS_S
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("mix", ["host", "streamed", "mixed"])
 def test_h15_memory_stays_level(mix: str) -> None:
     model, optimizer = make(torch.bfloat16, **MIXES[mix])
@@ -379,6 +381,7 @@ def test_t43_compiled_layers_and_a_compiled_model() -> None:
         assert [name for name in expected if not same_bits(expected[name], found[name])] == []
 
 
+@pytest.mark.alone
 def test_slots_go_back_and_the_peak_is_bounded() -> None:
     """Staging takes what backward has freed, and two slots besides."""
     peaks = {}

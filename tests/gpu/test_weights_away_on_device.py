@@ -56,6 +56,7 @@ def train(net: torch.nn.Module, optimizer: hostward.AdamW) -> list[torch.Tensor]
     return losses
 
 
+@pytest.mark.alone
 def test_more_weights_than_the_budget() -> None:
     net = network("cuda")
     expected = train(net, hostward.AdamW(net, lr=1e-2, max_grad_norm=1.0, **ON_HOST))

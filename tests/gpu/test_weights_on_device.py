@@ -159,6 +159,7 @@ def test_h19_conservation() -> None:
     assert run.backend.ledger.by_owner(Tier.HOST).get("offloaded weights", 0) == 0
 
 
+@pytest.mark.alone
 def test_the_peak_is_lower_by_what_left() -> None:
     """Two layers of those that come and go are on the device at a time."""
     peaks = []
@@ -178,6 +179,7 @@ def test_the_peak_is_lower_by_what_left() -> None:
     assert peaks[0] - peaks[1] >= (11 - 2) * LAYER_BYTES - MIB
 
 
+@pytest.mark.alone
 def test_h13_h15_memory_stays_level_and_peaks_are_equal() -> None:
     net = Net(trained=True)
     optimizer = hostward.AdamW(net, lr=1e-3, **ON_HOST)
