@@ -6,7 +6,8 @@ Seen red: a range that begins its total with an addition; totals of one step tha
 last microbatch alone; ranges that the last microbatch did not touch left without partial sums; a second gradient that
 overtakes one which waits for its bucket; an inbox that is not waited for; gradients refilled before their memory was
 released; slots taken in the first microbatch; what stays on the device added up in its own dtype; tied weights in the
-dtype of their parameters on the host; `zero_grad` that leaves zeros on the device alone.
+dtype of their parameters on the host; `zero_grad` that leaves zeros on the device alone; what one backward contributes
+cast before it is added up, on the device alone; layers that were frozen at first and got no hooks.
 """
 
 from __future__ import annotations
@@ -112,6 +113,39 @@ def test_a_backward_after_the_last_one_counts_as_well(mix: str) -> None:
         return snapshot(model, optimizer) | {"norm": torch.tensor(optimizer.grad_norm)}
 
     assert_equal(run(mix, True, gradients="host"), run("device", False))
+
+
+def test_a_model_that_is_called_several_times_before_backward() -> None:
+    """Autograd adds up what one backward pass contributes in the dtype of the weights, wherever their state is."""
+
+    def backward(model: Net, step: int, i: int) -> None:
+        (loss_of(model, 10 * step + i) + 3 * loss_of(model, 10 * step + i + 5)).backward()
+
+    expected = summing("device", microbatches=2, backward=backward)
+    for order in ORDERS:
+        assert_equal(summing("host", order=order, microbatches=2, backward=backward), expected)
+        assert_equal(summing("mixed", order=order, microbatches=2, backward=backward, context=False), expected)
+
+
+@pytest.mark.parametrize("mix", OFFLOADED)
+def test_a_layer_that_is_trained_later(mix: str) -> None:
+    """It was frozen when the optimizer was made."""
+
+    def run(mix: str, **options: Any) -> dict[str, torch.Tensor]:
+        model = Net(torch.bfloat16)
+        model.blocks[1].requires_grad_(False)
+        backend = SimulatedBackend(threads=1, order=Order(eager=True))
+        optimizer = adamw(list(model.named_parameters()), backend=backend, **{**MIXES[mix], **options})
+        for step in range(2):
+            model.blocks[1].requires_grad_(step == 1)
+            for i in range(5):
+                with optimizer.accumulate(last=i == 4):
+                    loss_of(model, i).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return snapshot(model, optimizer)
+
+    assert_equal(run(mix, gradients="host"), run("device", grad_dtype=torch.float32))
 
 
 def test_several_backwards_to_half_a_bucket() -> None:

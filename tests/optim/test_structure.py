@@ -2,7 +2,8 @@
 
 Seen red with: no look at the module, children or parameters left out of it, what was looked at not noted, what is added
 at the end overlooked, shared modules looked at once, wrapped layers refused, newcomers forgotten once they were looked
-at, parameters of other optimizers taken for newcomers, no look at the module when a group is added.
+at, parameters of other optimizers taken for newcomers, no look at the module when a group is added, what was frozen not
+looked at, and refused while it still is.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from networks import Block, Net, loss_of, make
-from optimizer_cases import adamw, assert_equal, snapshot
+from networks import MIXES, Block, Net, loss_of, make
+from optimizer_cases import adamw, assert_equal, same_bits, snapshot
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import hostward
@@ -291,6 +292,44 @@ def test_what_another_optimizer_trains_is_its_own_affair() -> None:
         model.blocks[step].act = torch.nn.Tanh()
     model.head = torch.nn.Linear(32, 10).requires_grad_(False)
     one_step(model, optimizer)
+
+
+@mixes
+def test_what_was_frozen_is_not_trained_in_vain(mix: str) -> None:
+    """The optimizer was given the module, whose trainable parameters were others then."""
+    model = Net()
+    model.blocks[1].requires_grad_(False)
+    loss_of(model, 0).backward()
+    optimizer = adamw(model, **MIXES[mix])
+    one_step(model, optimizer)
+    model.blocks[1].requires_grad_(True)
+    before = snapshot(model, optimizer)
+    with pytest.raises(ModelError, match=r"'blocks\.1\..*' has a gradient that nobody steps\n.*it was frozen"):
+        one_step(model, optimizer)
+    assert_equal(snapshot(model, optimizer), before)
+    optimizer.zero_grad()
+    optimizer.add_param_group({"params": list(model.blocks[1].named_parameters("blocks.1"))})
+    one_step(model, optimizer)
+    assert not same_bits(snapshot(model, optimizer)["weight blocks.1.up.weight"], before["weight blocks.1.up.weight"])
+
+
+def test_what_stays_frozen_may_have_an_old_gradient() -> None:
+    model = Net()
+    loss_of(model, 0).backward()
+    model.blocks[1].requires_grad_(False)
+    one_step(model, adamw(model))
+
+
+def test_parameters_that_were_given_are_trained_from_when_they_are_not_frozen() -> None:
+    model = Net()
+    model.blocks[1].requires_grad_(False)
+    optimizer = adamw(list(model.named_parameters()))
+    before = model.blocks[1].up.weight.detach().clone()
+    for step in range(2):
+        model.blocks[1].requires_grad_(step == 1)
+        one_step(model, optimizer, step)
+        optimizer.wait()
+        assert same_bits(model.blocks[1].up.weight.detach(), before) is (step == 0)
 
 
 def test_weights_parametrized_later_are_refused() -> None:

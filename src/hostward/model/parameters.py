@@ -277,6 +277,15 @@ def with_module(params: object, module: torch.nn.Module | None) -> tuple[object,
     return given, module if module is not None or not bare else _owner(bare)
 
 
+def frozen_in(params: object) -> frozenset[int]:
+    """Return the ids of the parameters without requires_grad, if `params` is a module; no others are left out of it."""
+    return (
+        frozenset(id(p) for p in params.parameters() if not p.requires_grad)
+        if isinstance(params, torch.nn.Module)
+        else frozenset()
+    )
+
+
 def _listed(item: Any) -> Any:
     """Return a group with its parameters in a list, so that they can be read twice; other items unchanged."""
     if not isinstance(item, Mapping) or "params" not in item:

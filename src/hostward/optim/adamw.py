@@ -6,7 +6,7 @@ import functools
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
@@ -31,6 +31,7 @@ from hostward.model.parameters import (
     check_no_overlap,
     check_present,
     check_trackable,
+    frozen_in,
     local_of,
     named_groups,
     with_module,
@@ -217,10 +218,11 @@ class AdamW(torch.optim.Optimizer):
     move state about find nothing to move.
 
     Args:
-        params: a module (its trainable parameters), an iterable of (name, Parameter) or of parameters, or a list of
-            group dicts whose "params" is such an iterable. Parameters are fp32, bf16 or fp16, all on one device. A
-            model may be sharded by FSDP2, before the optimizer is made. Parameters without names are named by `module`;
-            without it by the outermost module that holds all of them, which is then used as if it had been given.
+        params: a module (its parameters that are trainable now), an iterable of (name, Parameter) or of parameters, or
+            a list of group dicts whose "params" is such an iterable. Parameters are fp32, bf16 or fp16, all on one
+            device. A model may be sharded by FSDP2, before the optimizer is made. Parameters without names are named by
+            `module`; without it by the outermost module that holds all of them, which is then used as if it had been
+            given.
         lr, betas, eps, weight_decay: as in torch.optim.AdamW; per group where groups give their own. Read at every
             step.
         amsgrad, maximize, foreach, capturable, differentiable, fused: of torch.optim.AdamW, at their defaults only.
@@ -248,7 +250,8 @@ class AdamW(torch.optim.Optimizer):
         gradients: where gradients of buckets with a CPU optimizer step are accumulated over microbatches; None: as the
             plan says, or "device". "device": in `.grad`, from which they are offloaded in the last backward. "host": in
             float32 on the host, to which they are offloaded in every backward; those of other buckets in `.grad`, in
-            float32 too.
+            float32 too. What one backward contributes is added up in the weight's dtype, as torch does it; that of
+            weights which the module has in several places in float32.
         grad_dtype: in which `.grad` accumulates, as torch.float32 for 16-bit models and several microbatches; or None.
         state_dtypes: dtype of "exp_avg", of "exp_avg_sq" and of "main_param", the main weights of bf16 weights; each
             torch.float32 (also where it is left out) or torch.bfloat16: half of its bytes, rounded at random when it is
@@ -375,7 +378,7 @@ class AdamW(torch.optim.Optimizer):
         self._empty_parts: EmptyParts | None = None
         self._executor: StepExecutor
         given, module = with_module(params, module)
-        self._places = ParamRegistry(module)
+        self._places, self._frozen = ParamRegistry(module), frozen_in(given)
         super().__init__(named_groups(given, self._places), defaults)
         self._building = False
         self._build()
@@ -463,8 +466,6 @@ class AdamW(torch.optim.Optimizer):
         self._summed |= {len(self._states) + b for b in summed}
         self._states += states
         self._placements += plan.buckets
-        if self._grad_dtype is not None:
-            accumulate_in(self._grad_dtype, self._places, self._tracked, self._states, self._summed)
         for t in new:
             if not is_away(t.parameter):
                 backend.adopt(t.local.data, "weights", counted=True)
@@ -512,11 +513,16 @@ class AdamW(torch.optim.Optimizer):
         if self._fence is not None:
             self._fence.close()
         watched = self._tracked if self._by_hooks else []
-        self._watch = WeightWatch(watched, self._executor.wait_for_all, self._places.root if watched else None)
+        root = self._places.root if watched else None
+        self._watch = WeightWatch(watched, self._executor.wait_for_all, root, self._frozen)
         self._fence = WeightFence(self._executor, self._watch, self._tracked, layers) if self._fenced else None
         summed = {r.name for b in self._summed for r in self._states[b].bucket.ranges}
         leave = None if self._fence is None else self._fence.leave
-        self._grad_hooks = GradientHooks(self._tracked, self._executor, summed, self.tied, leave)
+        to_cast: Set[str] = frozenset()
+        if self._grad_dtype is not None:
+            known = self._places, self._tracked, self._states, self._summed
+            to_cast = accumulate_in(self._grad_dtype, *known, sums_on_host=self._sums_on_host)
+        self._grad_hooks = GradientHooks(self._tracked, self._executor, summed, to_cast, self.tied, leave)
         if self._sharded is not None:
             self._sharded.close()
             self._sharded = None

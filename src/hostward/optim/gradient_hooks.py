@@ -124,6 +124,7 @@ class GradientHooks:
         tracked: the parameters.
         taker: receives each gradient that has become final, and those of `summed` in every microbatch.
         summed: names of parameters whose gradients are accumulated on the host.
+        cast: names of those whose gradients autograd leaves in their dtype, to be accumulated in fp32 in `.grad`.
         tied: parameters that wait until `add_up_tied`, because another stage has the other part of their gradient.
         leave: called with the name of each parameter of which backward has made a gradient.
     """
@@ -133,6 +134,7 @@ class GradientHooks:
         tracked: Sequence[ParamRecord],
         taker: Taker,
         summed: Set[str] = frozenset(),
+        cast: Set[str] = frozenset(),
         tied: Tied | None = None,
         leave: Callable[[str], None] | None = None,
     ) -> None:
@@ -141,6 +143,7 @@ class GradientHooks:
         self._shapes = {t.name: t.local.shape for t in tracked}
         self._taker = taker
         self.summed = summed
+        self._cast = cast
         self.tied = Tied({}) if tied is None else tied
         self._leave = leave
         self._placeholders: dict[str, OffloadedGrad] = {}
@@ -158,23 +161,19 @@ class GradientHooks:
         self.captured = False
         """The last backward was captured in a CUDA graph: its gradients stay where the graph writes them."""
         self._handles: list[RemovableHandle] = []
-        self._hooked: set[str] = set()
         self._this = weakref.ref(self)
         self._unscaled = _Unscaled(self._this)
         for t in tracked:
             self._hook(t)
 
     def _hook(self, t: ParamRecord) -> None:
-        """Install the hooks of a parameter.
-
-        Parameters that are frozen now cannot have hooks; they get them with their first gradient.
-        """
-        p, this = t.parameter, self._this
-        if t.name not in self._hooked and p.requires_grad and p.is_leaf:
-            self._hooked.add(t.name)
-            if not t.sharded:  # autograd does not know the part: FSDP2 reports it
-                self._handles.append(p.register_hook(_Before(this, t.name)))  # type: ignore[no-untyped-call]
-            self._handles.append(p.register_post_accumulate_grad_hook(_After(this, t.name)))  # type: ignore[no-untyped-call]
+        """Install the hooks of a parameter; one that is frozen now may be trained later."""
+        p, this, trained = t.parameter, self._this, t.parameter.requires_grad
+        p.requires_grad_(True)  # torch takes hooks for no others, but keeps them
+        if not t.sharded:  # autograd does not know the part: FSDP2 reports it
+            self._handles.append(p.register_hook(_Before(this, t.name)))  # type: ignore[no-untyped-call]
+        self._handles.append(p.register_post_accumulate_grad_hook(_After(this, t.name)))  # type: ignore[no-untyped-call]
+        p.requires_grad_(trained)
 
     def close(self) -> None:
         for handle in self._handles:
@@ -231,6 +230,8 @@ class GradientHooks:
         none = t.parameter.grad is None or isinstance(t.parameter.grad, OffloadedGrad)
         if self.captured or none or not t.parameter.numel():  # a custom backward may return None
             return
+        if name in self._cast and t.parameter.grad is not None and t.parameter.grad.dtype is t.parameter.dtype:
+            t.parameter.grad = t.parameter.grad.float()
         taken_now = self.armed and not self.reduced_later and name not in self.tied.names
         if taken_now or name in self.summed:
             self.hand_over(t, last=self.armed)
@@ -312,8 +313,6 @@ class GradientHooks:
 
     def _put_placeholder(self, t: ParamRecord, dtype: torch.dtype) -> None:
         name, parameter = t.name, t.parameter
-        if name not in self._hooked:
-            self._hook(t)
         placeholder = self._placeholders.get(name)
         if placeholder is None or placeholder.made_for is not dtype:
             placeholder = OffloadedGrad(name, parameter, dtype, self._fate, self._unscaled)

@@ -10,7 +10,7 @@ error.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from operator import is_
 from typing import Any
@@ -31,10 +31,11 @@ class WeightWatch:
         tracked: Sequence[ParamRecord],
         arrive: Callable[[], None] | None = None,
         root: torch.nn.Module | None = None,
+        frozen: Set[int] = frozenset(),
     ) -> None:
         self._arrive = arrive
         self._tracked = list(tracked)
-        self._structure = Structure(root, tracked)
+        self._structure = Structure(root, tracked, frozen)
         self._kinds = {t.name: _kind(t.parameter) for t in self._tracked}
         self._known: dict[str, tuple[int, ...]] = {}
         self._before_load: dict[str, torch.Tensor] = {}
@@ -296,15 +297,19 @@ class Structure:
     Args:
         root: the module without wrappers; None if it is not known: then nothing is noticed.
         tracked: the parameters that the optimizer steps.
+        frozen: ids of those that it would step if they had not been frozen when it was made.
     """
 
-    def __init__(self, root: torch.nn.Module | None, tracked: Sequence[ParamRecord]) -> None:
+    def __init__(
+        self, root: torch.nn.Module | None, tracked: Sequence[ParamRecord], frozen: Set[int] = frozenset()
+    ) -> None:
         self._root = root
         self._tracked = {id(t.parameter): t for t in tracked}
         paths = paths_of(root)
         self._at = {path: self._tracked[id(p)] for path, p in paths.items() if id(p) in self._tracked}
         self._others = {id(p): p for p in paths.values() if id(p) not in self._tracked}
         """Parameters that were there from the start and belong to another optimizer, or are frozen."""
+        self._frozen = [(path, p) for path, p in paths.items() if id(p) in frozen and id(p) in self._others]
         self._newcomers: list[tuple[str, torch.nn.Parameter]] = []
         self.as_made = root is not None
         """True while no check has found a difference: everything is still where it was at first."""
@@ -377,7 +382,9 @@ class Structure:
         )
 
     def require_no_newcomers(self) -> None:
-        """Raise ModelError for a gradient of a parameter that was added to the module after the optimizer was made."""
+        """Raise ModelError for a gradient of a parameter that was added to the module, or is trained, only since the
+        optimizer was made.
+        """
         for path, parameter in self._newcomers:
             if parameter.grad is not None:
                 raise ModelError(
@@ -385,4 +392,13 @@ class Structure:
                     why="it came into the module after the optimizer was made",
                     fix="optimizer.add_param_group({'params': [(name, parameter), ...]}), or make a new optimizer; one "
                     "that is to be trained by another optimizer must be there first",
+                )
+        for path, parameter in self._frozen:
+            if parameter.grad is not None and parameter.requires_grad:
+                raise ModelError(
+                    f"parameter {path!r} has a gradient that nobody steps",
+                    why="it was frozen when the optimizer was made, which took the module's trainable parameters",
+                    fix="optimizer.add_param_group({'params': [(name, parameter), ...]}) when it is to be trained, or "
+                    "freeze it only after the optimizer is made; if another optimizer trains it, give this one its "
+                    "parameters, not the module: [(n, p) for n, p in model.named_parameters() if p.requires_grad]",
                 )

@@ -47,22 +47,36 @@ def accumulate_in(
     tracked: Sequence[ParamRecord],
     states: Sequence[BucketState],
     summed: Set[int],
-) -> None:
+    *,
+    sums_on_host: bool,
+) -> frozenset[str]:
     """Accumulate gradients in `dtype` in `.grad`, except those of the buckets `summed`.
 
     The host accumulates those in float32 as they are offloaded: they keep the dtype of their parameters, which is fewer
-    bytes and the same values. Not so where a parameter is used in several places: autograd adds up what they
-    contribute, in the dtype of `.grad`, so buckets with such a parameter are accumulated and offloaded in `dtype`.
+    bytes. Autograd adds up in that dtype what one backward pass contributes, of a model that was called several times;
+    with `sums_on_host` that is so on the device, too. Not so where a parameter is used in several places: buckets with
+    such a parameter are accumulated and offloaded in `dtype`.
+
+    Returns the names of parameters whose gradient autograd leaves in their own dtype, to be cast after each pass.
     """
     of = {t.name: t.parameter for t in tracked}
-    buckets = [{id(of[r.name]) for r in states[b].bucket.ranges} for b in summed]
-    if places.sharding is not None:
-        places.sharding.accumulate_in(dtype, _left_as_they_are(places.sharding, buckets))
-        return
-    besides = _used_once(buckets, {id(t.parameter) for t in tracked if places.is_tied(t.parameter)})
+    buckets = [{id(of[r.name]) for r in s.bucket.ranges} for s in states]
+    on_host = [buckets[b] for b in summed]
+    if places.sharding is not None:  # which adds up in the dtype of the gathered weights
+        places.sharding.accumulate_in(dtype, _left_as_they_are(places.sharding, on_host))
+        return frozenset()
+    once = (
+        _used_once(buckets, {id(t.parameter) for t in tracked if places.is_tied(t.parameter)}) if sums_on_host else ()
+    )
+    kept = set().union(*on_host)
+    cast = []
     for t in tracked:
-        if id(t.parameter) not in besides:
+        if id(t.parameter) not in once:
             t.parameter.grad_dtype = dtype
+        elif id(t.parameter) not in kept and t.parameter.dtype is not dtype:
+            t.parameter.grad_dtype = None  # else autograd casts before it adds
+            cast.append(t.name)
+    return frozenset(cast)
 
 
 def _used_once(buckets: Sequence[Set[int]], tied: Set[int]) -> set[int]:
