@@ -41,6 +41,10 @@ _FIXES = {
 }
 
 
+_ZEROING = "zero_", "_foreach_zero_"
+_FIX_OF_ZEROING = "drop it instead: optimizer.zero_grad(), or model.zero_grad() without set_to_none=False"
+
+
 class Fate:
     """Holds what became of the gradients that one step takes, or would have taken."""
 
@@ -81,7 +85,7 @@ class OffloadedGrad(torch.Tensor):
             # A gradient scaler looks for infinities and applies its factor: the norm does both, a little later.
             moved[0].unscaled(args[1], args[2])
             return None
-        if name in ("zero_", "_foreach_zero_") and all(m.fate.now in (Where.USED, Where.LOST) for m in moved):
+        if name in _ZEROING and all(m.fate.now in (Where.USED, Where.LOST) for m in moved):
             return args[0] if name == "zero_" else None
         if name == "_to_copy" and moved[0].fate.now is Where.USED:
             return moved[0]._like(kwargs or {})
@@ -108,7 +112,7 @@ class OffloadedGrad(torch.Tensor):
         return error(
             f"the gradient of parameter {self.parameter_name!r} is not in .grad any more ({use})",
             why=_TOLD[self.fate.now],
-            fix=_FIXES[self.fate.now],
+            fix=_FIX_OF_ZEROING if use in _ZEROING and self.fate.now is Where.TAKEN else _FIXES[self.fate.now],
         )
 
     # Methods that torch runs in Python or on raw memory, without going through the dispatcher.
