@@ -439,9 +439,9 @@ FP8_MOMENTS = StateFormat(Dtype.FP8, Dtype.FP8)
     ("host_gib", "before", "proposed"),
     [
         (80, FP32, {"exp_avg": "bf16", "exp_avg_sq": "bf16"}),
-        (65, FP32, {"exp_avg": "fp8", "exp_avg_sq": "fp8"}),
-        (65, BF16_MOMENTS, {"exp_avg": "fp8", "exp_avg_sq": "fp8"}),
-        (47, FP8_MOMENTS, {"main_param": "bf16"}),
+        (60, FP32, {"exp_avg": "fp8", "exp_avg_sq": "fp8"}),
+        (60, BF16_MOMENTS, {"exp_avg": "fp8", "exp_avg_sq": "fp8"}),
+        (45, FP8_MOMENTS, {"main_param": "bf16"}),
         (80, replace(FP32, split_master=False), {}),
         (8, FP32, {}),
     ],

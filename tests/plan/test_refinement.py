@@ -15,7 +15,7 @@ from workload_cases import llama
 
 from hostward.core.placement import Placement, place_fraction, placements_of
 from hostward.core.units import GIB
-from hostward.plan.budgets import Budgets
+from hostward.plan.budgets import Budgets, needed
 from hostward.plan.cost_model import speeds_of
 from hostward.plan.decisions import ELEMENTWISE, LEAVES, RECOMPUTED, Choice, Keep
 from hostward.plan.hardware_profile import profile
@@ -82,6 +82,43 @@ def test_no_flag_makes_it_faster(workload: Workload, machine: str, budgets: Budg
         other = planned(workload, machine, budgets, forced)
         if other is not None:
             assert found.prediction.step_s <= AS_GOOD * other.prediction.step_s, forced
+
+
+def lines(workload: Workload) -> Iterator[Choice]:
+    """Return choices that treat all layers alike: shares of the state, streamed shares of them, layers of weights."""
+    layers, buckets = workload.repeated, workload.inventory.buckets
+    kept = [(keep,) * len(layers) for keep in (Keep.KEEP, Keep.ELEMENTWISE, Keep.RECOMPUTE)]
+    kept.append((*[Keep.RECOMPUTE_OFFLOAD] * (len(layers) - LAST_STAY), *[Keep.RECOMPUTE] * LAST_STAY))
+    for keeps, streamed, share in product(kept, (0.0, 0.5, 1.0), range(33)):
+        placed = placements_of(buckets, share / 32, streamed)
+        yield Choice(tuple(placed), keeps, frozenset())
+    for keeps, streamed, count in product(kept, (0.0, 0.5, 1.0), range(1, len(layers), 3)):
+        away = frozenset(layer.name for layer in layers[:count])
+        placed = placements_of(buckets, 1.0, streamed)
+        here = (Placement.HOST if b.layer in away else p for b, p in zip(buckets, placed, strict=True))
+        yield Choice(tuple(here), keeps, away)
+
+
+@pytest.mark.parametrize(
+    "budgets",
+    [Budgets(20 * GIB, 64 * GIB), Budgets(12 * GIB, 100 * GIB), Budgets(30 * GIB, 40 * GIB)],
+    ids=str,
+)
+def test_what_is_missing_is_no_more_than_another_choice_lacks(budgets: Budgets) -> None:
+    """Seen red: the choices of the ladder alone, of which the nearest lacks up to 30 GiB more."""
+    required, limits = required_of(LLAMA), budgets.limits
+    frontier = Frontier(LLAMA, speeds_of(profile("rtx-4090")), required, None, 24 * GIB)
+    assert not frontier.fits(budgets)
+    others = [required(LLAMA, choice) for choice in lines(LLAMA)]
+    for name in limits:
+        rest = replace(budgets, **{f"{name}_bytes": None})
+        least = min(needed(n, rest.phases)[name] for n in others if not rest.over(n))
+        assert (
+            min(needed(c.needs, rest.phases)[name] for c in frontier.candidates if not rest.over(c.needs))
+            <= 1.002 * least
+        )
+    missing = sum(budgets.over(frontier.nearest(budgets).needs).values())
+    assert missing <= 1.01 * min(sum(budgets.over(n).values()) for n in others)
 
 
 def test_three_treatments_of_layers_are_found() -> None:

@@ -310,7 +310,7 @@ def _keeps_more(fix: Fix, other: Fix | None) -> bool:
 
 def _fits(question: Question, speeds: Speeds) -> bool:
     asked = question.workload, speeds, required_of(question.workload), question.forced
-    return _smallest_fits(asked, question.budgets) or Frontier(*asked).fits(question.budgets)
+    return _smallest_fits(asked, question.budgets) or Frontier(*asked).fits_at_last(question.budgets)
 
 
 def _smallest_fits(asked: tuple[Workload, Speeds, Required, Forced], budgets: Budgets) -> bool:
