@@ -46,6 +46,7 @@ _OF_TORCH = OPTIONS & {
     *("fused", "module", "stages", "tied"),
 }
 """Arguments of the optimizer that the given torch optimizer or the model decides."""
+_DEFAULTS = ("lr", "betas", "eps", "weight_decay")
 _EXECUTION = ("foreach", "fused", "capturable", "param_names")
 """Keys of torch's groups that say how torch runs its step."""
 _OPTIONS = frozenset({*OPTIONS - _OF_TORCH, *_OF_LAYERS})
@@ -195,9 +196,9 @@ class OffloadedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             ConfigError, ModelError, MemoryLimitError: as `hostward.AdamW` and `hostward.attach`.
         """
         if self.optimizer is self._stand_in:
-            made = AdamW(
-                [_settings(group) for group in self._stand_in.param_groups], module=self._model, **self._options
-            )
+            groups = [_settings(group) for group in self._stand_in.param_groups]
+            defaults = {name: self._stand_in.defaults[name] for name in _DEFAULTS}  # for groups that are added later
+            made = AdamW(groups, module=self._model, **defaults, **self._options)
             super().__init__(made, device_placement=False, scaler=self._accelerator.scaler)
         optimizer = self.made()
         if self.attachment is None:
