@@ -147,12 +147,17 @@ def _require_plain_adamw(optimizer: object) -> None:
             "offload() with an optimizer that was stepped or loaded",
             fix="call offload() first, and load its state with load_state_dict() after prepare()",
         )
-    if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
+    if has_scheduler(optimizer):
         raise ConfigError(
             "offload() with an optimizer that has a learning-rate scheduler",
             why="the scheduler would go on with that optimizer, which is not the one that steps",
             fix="make the scheduler after offload(), over what it returns",
         )
+
+
+def has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a learning-rate scheduler was made over the optimizer."""
+    return getattr(optimizer.step, "_wrapped_by_lr_sched", False)
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
