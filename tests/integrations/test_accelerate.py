@@ -233,6 +233,23 @@ def test_memory_is_returned_when_the_accelerator_frees_it(accelerator_of: Callab
     Loop(accelerator, offload_fraction=1.0).epoch()
 
 
+def test_groups_that_are_added_later_have_the_defaults_of_the_given_optimizer(
+    accelerator_of: Callable[..., Any],
+) -> None:
+    """Seen red: those of hostward.AdamW."""
+    names, found = ("lr", "betas", "eps", "weight_decay"), []
+    for where in ({}, {"offload_fraction": 1.0}):
+        accelerator, model = accelerator_of(), mlp()
+        first, *others = model.parameters()
+        optimizer: Any = torch.optim.AdamW([first], lr=1e-2, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2)
+        if where:
+            optimizer = offload(accelerator, optimizer, model, **where)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        optimizer.add_param_group({"params": others})
+        found.append([[group[name] for name in names] for group in (*optimizer.param_groups, optimizer.defaults)])
+    assert found[0] == found[1] == [[1e-2, (0.8, 0.9), 1e-6, 0.2]] * 3
+
+
 def test_a_second_offload_lets_the_first_optimizer_go(accelerator_of: Callable[..., Any]) -> None:
     """Seen red: the step that accelerate keeps beside a scaler, which is a method of the optimizer."""
     accelerator = accelerator_of()

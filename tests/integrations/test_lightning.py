@@ -307,19 +307,45 @@ def test_offloading_is_attached_while_training_runs() -> None:
     assert "activations" in reports[-1]
 
 
-def test_layers_that_stay_attached_because_weights_sleep_can_be_detached_awake() -> None:
-    """Seen red: nobody had the attachment any more, and a new optimizer was made over weights without memory."""
-    module, callback = Layered(ours(1.0, streamed_fraction=0.0)), OffloadCallback(weights=2)
-    asleep = lightning.pytorch.callbacks.LambdaCallback(on_train_batch_end=lambda t, *_: t.optimizers[0].sleep())
-    trainer = trainer_of([callback, asleep])
-    with pytest.raises(AsleepError):
+class StoppedError(Exception):
+    pass
+
+
+class Sleeps(lightning.pytorch.callbacks.Callback):
+    """Puts weights to sleep after a step, and then the program fails if there is an `error`."""
+
+    def __init__(self, step: int, error: type[Exception] | None = None) -> None:
+        self.step, self.error = step, error
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.optimizers[0].sleep()
+            if self.error is not None:
+                raise self.error
+
+
+@pytest.mark.parametrize("asked", [{}, {"weights": 2}])
+def test_a_fit_that_ends_while_weights_sleep_wakes_them(asked: dict[str, Any]) -> None:
+    """Lightning moves the model when a fit ends or fails. Seen red: AsleepError of that move or of detaching, also in
+    place of the program's own error.
+    """
+    module, callback = Layered(ours(1.0, streamed_fraction=0.0)), OffloadCallback(**asked)
+    module.fails = False
+
+    def fit_once(sleeps: Sleeps) -> Any:
+        trainer = trainer_of([callback, sleeps], accumulate_grad_batches=1, max_epochs=1)
         trainer.fit(module, rows())
-    trainer.optimizers[0].wake()
-    with pytest.raises(ModelError, match=r"(?s)has no memory.*detach\(\)"):
-        trainer_of([OffloadCallback(weights=2)]).fit(module, rows())
-    assert callback.attachment is not None
-    callback.attachment.detach()
-    trainer_of([OffloadCallback(weights=2)]).fit(module, rows())
+        return trainer
+
+    with pytest.raises(StoppedError):
+        fit_once(Sleeps(1, StoppedError))
+    with pytest.raises(AsleepError, match="accumulate"):
+        fit_once(Sleeps(1))
+    trainer = fit_once(Sleeps(BATCHES))
+    assert trainer.optimizers[0].asleep == ("state",)
+    assert callback.attachment is None
+    hostward.attach(module, activations=2).detach()  # nothing of the callback is left
+    assert all(torch.isfinite(value).all() for value in weights(module).values())
 
 
 def test_an_error_in_backward_leaves_everything_as_it_was() -> None:
@@ -337,10 +363,6 @@ def test_an_error_in_backward_leaves_everything_as_it_was() -> None:
     with optimizer.accumulate(last=True):
         module.loss(torch.ones(2, 32)).backward()
     optimizer.step()
-
-
-class StoppedError(Exception):
-    pass
 
 
 class StopsBeforeStep(Layered):

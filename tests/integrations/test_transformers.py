@@ -333,6 +333,10 @@ def test_requests_that_cannot_be_met_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(HostwardError, match=text):
             made(at(1.0), tmp_path, model=model, optimizers=(optimizer, None)).train()
+    optimizer = torch.optim.AdamW(model.parameters())
+    both = optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer)
+    with pytest.raises(ConfigError, match=r"optimizers= holds a learning-rate scheduler(.|\n)*lr_scheduler_type"):
+        made(at(1.0), tmp_path, model=model, optimizers=both).train()
     with pytest.raises(ConfigError, match=r"TrainingArguments\(max_grad_norm"):
         made(at(1.0, max_grad_norm=1.0), tmp_path)
     with pytest.raises(UnknownNameError, match=r"offloading\(\) has no option 'activation'(.|\n)*mean activations"):

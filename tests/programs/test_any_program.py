@@ -427,6 +427,24 @@ def test_the_fence_goes_with_its_optimizer() -> None:
     assert parameter() is None
 
 
+def of_two_optimizers(mix: str, order: Order) -> dict[str, torch.Tensor]:
+    model, first = make(mix, order=order)
+    for step in range(4):
+        if step == 1:
+            second = adamw(model, backend=SimulatedBackend(threads=1, order=order), **MIXES[mix])
+        optimizer = second if step in (1, 2) else first
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return snapshot(model, first)
+
+
+@pytest.mark.parametrize("mix", OFFLOADED)
+def test_a_second_optimizer_is_made_of_the_weights_that_the_first_has_stepped(mix: str) -> None:
+    """Two trainers of one model. Seen red: main weights that are a step old, in the second and then in the weights."""
+    assert_equal(of_two_optimizers(mix, LATEST), of_two_optimizers("device", Order(eager=True)))
+
+
 def test_a_parameter_made_of_a_weight_and_classes_made_of_its_class() -> None:
     model, optimizer = make("host", order=LATEST)
     loss_of(model, 0).backward()

@@ -559,15 +559,21 @@ def test_many_microbatches_and_an_evaluation_in_between() -> None:
     assert run is not None
 
 
-def test_frozen_weights_that_are_to_be_trained_now() -> None:
+@pytest.mark.parametrize("number", [0, 1])
+def test_frozen_weights_that_are_to_be_trained_now(number: int) -> None:
+    """A forward without gradients trains nothing: a reference adapter is switched on for it, and requires gradients.
+
+    Seen red: that forward refused; layer 0, which it prefetches, trained.
+    """
     model = frozen()
     run = hostward.attach(model, weights=ALL, backend=SimulatedBackend(threads=1))
-    layer(model, 1).requires_grad_(True)
-    with pytest.raises(
-        ModelError, match=r"frozen weight 'model\.layers\.1\..*' of an offloaded layer is to be trained"
-    ):
+    layer(model, number).requires_grad_(True)
+    with torch.no_grad():
         loss_of(model, 0)
-    layer(model, 1).requires_grad_(False)
+    refused = rf"frozen weight 'model\.layers\.{number}\..*' of an offloaded layer is to be trained"
+    with pytest.raises(ModelError, match=refused):
+        loss_of(model, 0)
+    layer(model, number).requires_grad_(False)
     run.detach()
 
 

@@ -46,6 +46,7 @@ _OF_TORCH = OPTIONS & {
     *("fused", "module", "stages", "tied"),
 }
 """Arguments of the optimizer that the given torch optimizer or the model decides."""
+_DEFAULTS = ("lr", "betas", "eps", "weight_decay")
 _EXECUTION = ("foreach", "fused", "capturable", "param_names")
 """Keys of torch's groups that say how torch runs its step."""
 _OPTIONS = frozenset({*OPTIONS - _OF_TORCH, *_OF_LAYERS})
@@ -146,12 +147,17 @@ def _require_plain_adamw(optimizer: object) -> None:
             "offload() with an optimizer that was stepped or loaded",
             fix="call offload() first, and load its state with load_state_dict() after prepare()",
         )
-    if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
+    if has_scheduler(optimizer):
         raise ConfigError(
             "offload() with an optimizer that has a learning-rate scheduler",
             why="the scheduler would go on with that optimizer, which is not the one that steps",
             fix="make the scheduler after offload(), over what it returns",
         )
+
+
+def has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a learning-rate scheduler was made over the optimizer."""
+    return getattr(optimizer.step, "_wrapped_by_lr_sched", False)
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,9 +201,9 @@ class OffloadedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             ConfigError, ModelError, MemoryLimitError: as `hostward.AdamW` and `hostward.attach`.
         """
         if self.optimizer is self._stand_in:
-            made = AdamW(
-                [_settings(group) for group in self._stand_in.param_groups], module=self._model, **self._options
-            )
+            groups = [_settings(group) for group in self._stand_in.param_groups]
+            defaults = {name: self._stand_in.defaults[name] for name in _DEFAULTS}  # for groups that are added later
+            made = AdamW(groups, module=self._model, **defaults, **self._options)
             super().__init__(made, device_placement=False, scaler=self._accelerator.scaler)
         optimizer = self.made()
         if self.attachment is None:

@@ -127,11 +127,14 @@ class OffloadCallback(Callback):  # type: ignore[misc]
         self._made = False
         while self._undo:
             setattr(*self._undo.pop())
+        for optimizer in _optimizers(trainer):
+            if optimizer.asleep:  # Lightning moves the model next
+                optimizer.wake(("weights", "gradients"))
         if self.attachment is not None:
             if after_backward:  # gradients of a step that did not come, with which detaching is refused
                 for optimizer in _optimizers(trainer):
                     optimizer.zero_grad()
-            self.attachment.detach()  # raises while weights are asleep; it can be called again, so it is kept
+            self.attachment.detach()
             self.attachment = None
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -20,7 +20,13 @@ with needed_for("hostward.integrations.transformers", "transformers"):
     import accelerate  # noqa: F401
     from transformers import Trainer
 
-from hostward.integrations.accelerate import OffloadedOptimizer, offload, require_options, require_supported
+from hostward.integrations.accelerate import (
+    OffloadedOptimizer,
+    has_scheduler,
+    offload,
+    require_options,
+    require_supported,
+)
 
 T = TypeVar("T", bound=Trainer)
 _Base: Any = Trainer if TYPE_CHECKING else object
@@ -66,6 +72,14 @@ class OffloadingTrainer(_Base):  # type: ignore[misc]
         if not isinstance(made, OffloadedOptimizer):
             if type(made) is not torch.optim.AdamW:
                 raise self._not_offloaded(made, given=made is given)
+            if has_scheduler(made):
+                source = "optimizers= holds" if made is given else "create_optimizer() makes"
+                raise ConfigError(
+                    f"{source} a learning-rate scheduler as well",
+                    why="the scheduler would go on with that optimizer, which is not the one that steps",
+                    fix="TrainingArguments(lr_scheduler_type=..., lr_scheduler_kwargs=...), or an overridden "
+                    "create_scheduler(num_training_steps, optimizer)",
+                )
             made = self.optimizer = offload(self.accelerator, made, self.model, **self.offload_options)
         return made
 

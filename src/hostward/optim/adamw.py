@@ -23,7 +23,7 @@ from hostward.core.placement import PlacedBucket, Plan
 from hostward.distributed.flat_shards import FlatPart, FlatShards
 from hostward.errors import HostwardError, ModelError, OrderingError
 from hostward.model.deferred_weights import is_away, waits
-from hostward.model.fence import unfenced, without_functions
+from hostward.model.fence import let_arrive, unfenced, without_functions
 from hostward.model.parameter_names import matched
 from hostward.model.parameters import (
     ParamRecord,
@@ -439,6 +439,7 @@ class AdamW(torch.optim.Optimizer):
             check_trackable(t.name, t.parameter, backend.device)
             if not is_away(t.parameter):
                 check_present(t.name, t.parameter)
+                let_arrive([t.parameter])  # another optimizer may have stepped it
         check_no_overlap([*self._tracked, *new])
         require_sharding(self._places, new)
         check_grad_dtype(self._grad_dtype, {t.name: t.parameter for t in new})

@@ -284,10 +284,24 @@ class Residency:
 
     def _here(self, number: int) -> LayerWeights | None:
         layer = self.layers[number]
-        if layer is not None and (not layer.resident or layer.stale):
+        if layer is None:
+            return None
+        if torch.is_grad_enabled():  # without, a weight that requires a gradient gets none
+            self._require_frozen(layer)
+        if not layer.resident or layer.stale:
             self.on_demand += layer.nbytes
             self._fetch(layer)
         return layer
+
+    @staticmethod
+    def _require_frozen(layer: LayerWeights) -> None:
+        for weight in layer.weights:
+            if weight.changed is None and weight.parameter.requires_grad:
+                raise ModelError(
+                    f"frozen weight {weight.name!r} of an offloaded layer is to be trained now",
+                    why="its optimizer would write memory that is freed and allocated again",
+                    fix="detach(), change what is trained, and attach again",
+                )
 
     def _fetch(self, layer: LayerWeights) -> None:
         self._asleep.require(Kinds.WEIGHTS, f"layer {layer.name!r} is used")
@@ -302,12 +316,6 @@ class Residency:
         for weight in layer.weights:
             if local_of(weight.parameter).untyped_storage()._cdata != weight.storage._cdata:
                 raise weight.replaced("the model was moved, or .data assigned, after attach()")
-            if weight.changed is None and weight.parameter.requires_grad:
-                raise ModelError(
-                    f"frozen weight {weight.name!r} of an offloaded layer is to be trained now",
-                    why="its optimizer would write memory that is freed and allocated again",
-                    fix="detach(), change what is trained, and attach again",
-                )
         if not layer.resident:
             with ExitStack() as undo:
                 for weight in layer.weights:
