@@ -1,7 +1,8 @@
 """What `attach` refuses, and what an attachment tells about itself.
 
 Seen red: threads that are not noted, that stay noted after a failure, or that count while backward recomputes; an
-optimizer whose parameters nobody compares; hooks that nobody looks for; a report without its sentence.
+optimizer whose parameters nobody compares; hooks that nobody looks for; a report without its sentence; an error of
+torch's own about modules of torch.jit.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from activation_cases import NETWORKS, loss_of, offloading, same
 from torch.utils.checkpoint import checkpoint
 
 import hostward
-from hostward.errors import ConfigError, OrderingError, UnknownNameError
+from hostward.errors import ConfigError, ModelError, OrderingError, UnknownNameError
 
 
 class Net(torch.nn.Module):
@@ -225,3 +226,47 @@ def test_values_out_of_range_are_refused_before_there_is_a_model(
 def test_a_misspelt_option_is_answered_with_the_nearest(call: Callable[[], object], text: str) -> None:
     with pytest.raises(UnknownNameError, match=text):
         call()
+
+
+def with_a_script(what: str) -> Net:
+    """A model one of whose layers, or a module in it, is of torch.jit."""
+    model = Net()
+    layer: Any = model.layers[1]
+    if what == "layer":
+        model.layers[1] = torch.jit.script(layer)
+    else:
+        layer.up = torch.jit.script(layer.up)
+    return model
+
+
+SCRIPTED: dict[str, tuple[str, Callable[[Net], object]]] = {
+    "layer": ("layer", lambda model: hostward.attach(model, activations=3)),
+    "weights": (
+        "module",
+        lambda model: hostward.attach(model.requires_grad_(False), weights=hostward.Weights(min_elements=0)),
+    ),
+    "recomputed": ("module", lambda model: hostward.attach(model, recompute=("up",))),
+    "optimizer": ("module", lambda model: hostward.AdamW(model, lr=1e-2)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("name", SCRIPTED)
+def test_modules_of_torch_jit_are_refused(name: str) -> None:
+    what, call = SCRIPTED[name]
+    with pytest.raises(ModelError, match=r"a module of torch\.jit"):
+        call(with_a_script(what))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_activations_around_a_module_of_torch_jit_are_offloaded() -> None:
+    model, plain = with_a_script("module"), gradients_of(Net())
+    with offloading(model) as run:
+        assert all(torch.allclose(a, b) for a, b in zip(gradients_of(model), plain, strict=True))
+        assert run.report().offloaded_bytes > 0
+
+
+def gradients_of(model: torch.nn.Module) -> list[torch.Tensor]:
+    model.zero_grad()
+    model(torch.ones(4, 8)).square().sum().backward()
+    return gradients(model)

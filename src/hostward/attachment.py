@@ -22,7 +22,7 @@ from hostward.activations.saved_tensors import Sorter, Why
 from hostward.activations.transfers import ActivationTransfers
 from hostward.config.arguments import named_fields, named_options, require_fewer, require_whole
 from hostward.core.host_limits import host_memory, resident_bytes
-from hostward.errors import ConfigError
+from hostward.errors import ConfigError, ModelError
 from hostward.kernels.cpu.affinity import local_ranks
 from hostward.model.collective_errors import agreed
 from hostward.model.fence import unfenced
@@ -95,7 +95,8 @@ def attach(
         ConfigError: nothing to offload; more layers than there are; unknown modules; weights without a CPU optimizer
             step; the optimizer of another model; the model, or a part of it, is attached already; the plan is for
             other ranks. ModelError: no layers were found; a module that cannot be recomputed as requested; compiled
-            layers with `recompute`. MemoryLimitError: a plan, or host copies of weights, do not fit.
+            layers with `recompute`; modules of torch.jit. MemoryLimitError: a plan, or host copies of weights, do not
+            fit.
     """
     parameters = list(model.parameters())
     device = next((p.device for p in parameters), torch.device("cpu"))
@@ -169,6 +170,7 @@ def _put_on(
         activations, weights = by_plan.activations or None, by_plan.weights or None
         recompute = by_plan.recompute(found)
         require_whole_again(model, [layer for _, layer in found], by_plan.whole)
+    _require_no_scripts(found, within=weights is not None or recompute is not None)
     how = None if activations is None else _how(activations, len(found))
     moving = None if weights is None else weights_of(weights, len(found))
     if given is not None and not force:
@@ -282,6 +284,18 @@ def _require_not_attached(model: torch.nn.Module) -> None:
                 why="activations would be offloaded twice",
                 fix="detach() the first attachment (run.detach()), or use it as a context, before attaching again",
             )
+
+
+def _require_no_scripts(layers: Sequence[tuple[str, torch.nn.Module]], *, within: bool) -> None:
+    """Raise ModelError for layers of torch.jit. `within`: for modules of torch.jit within layers, too."""
+    for name, layer in layers:
+        for path, module in layer.named_modules(prefix=name) if within else [(name, layer)]:
+            if isinstance(module, torch.jit.ScriptModule):
+                raise ModelError(
+                    f"{path} is a module of torch.jit",
+                    why="it takes no hooks, and its code reads weights without them",
+                    fix="attach() to the plain model; torch.compile() of layers works",
+                )
 
 
 # Offloading that is attached to a model: its options, its work, and its report.

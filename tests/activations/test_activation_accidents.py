@@ -4,11 +4,12 @@ Every scenario runs with and without offloading, in several orders of lanes; gra
 is installed, no host block in use, and nothing dead waits for a garbage collection.
 
 Seen red: state that is kept per call order, handles that may be unpacked once, memory dropped while a copy is at it,
-hooks that a failed forward leaves installed, a mutation that nobody notices.
+hooks that a failed forward leaves installed, a mutation that nobody notices, hooks of others that are left out.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -475,6 +476,41 @@ def test_hooks_of_others_within_a_layer_win_there() -> None:
     plain = Net()
     loss(plain, 0).backward()
     assert equal(gradients(net), gradients(plain))
+
+
+def _half(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.bfloat16() if tensor.dtype is torch.float32 else tensor
+
+
+AROUND: dict[str, Callable[[], Any]] = {
+    "rounds when it packs": lambda: torch.autograd.graph.saved_tensors_hooks(_half, torch.Tensor.float),
+    "rounds when it unpacks": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: _half(t).float()),
+    "save_on_cpu": torch.autograd.graph.save_on_cpu,
+    "allow_mutation_on_saved_tensors": torch.autograd.graph.allow_mutation_on_saved_tensors,
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+@pytest.mark.parametrize("order", FEW)
+def test_hooks_of_others_around_layers_are_applied(name: str, order: Order) -> None:
+    found = []
+    for offload in (False, True):
+        net = Net()
+        with offloading(net, order) if offload else contextlib.nullcontext() as run:
+            with AROUND[name]():
+                first = net.layers[0](batch(0))
+                second = torch.tanh(net.layers[1](first))
+                out = net.layers[3](net.layers[2](second))
+                if name.startswith("allow"):
+                    second.mul_(2)
+                out.square().sum().backward()
+            found.append(gradients(net))
+            if run is not None:
+                assert (run.report().offloaded_bytes > 0) is (name == "rounds when it unpacks")
+                assert ("saved-tensor hooks of other code have packed it" in run.report().explain()) is (
+                    name != "rounds when it unpacks"
+                )
+    assert equal(*found)
 
 
 def test_hooks_of_others_that_cross_the_border_of_a_layer_are_an_error() -> None:

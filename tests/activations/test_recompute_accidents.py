@@ -1,7 +1,7 @@
 """Regions where something else happens: no gradients, failures, copies, compilers, names that are none.
 
-Seen red: a checkpoint without gradients, a copy that shares its owner's region, weights that change between forward and
-backward unnoticed, a stand-in that is not compared.
+Seen red: a checkpoint without gradients, a copy that shares its owner's region, weights that change or are replaced
+between forward and backward unnoticed, a stand-in that is not compared.
 """
 
 from __future__ import annotations
@@ -117,6 +117,27 @@ def test_a_weight_that_changes_before_backward_is_noticed(inner: str) -> None:
         with torch.no_grad():
             model.get_submodule(f"model.layers.2.{inner}").weight.add_(1)  # type: ignore[operator, union-attr]
         with pytest.raises(ModelError, match="a weight was modified"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("inner", ["mlp_act", "layernorm", "self_attn"])
+@pytest.mark.parametrize("way", ["functional_call", "data"])
+def test_a_weight_that_is_replaced_before_backward_is_noticed(inner: str, way: str) -> None:
+    """Others of as many writes: forward ran with weights that are gone, or backward finds others."""
+    model = transformer("Llama")
+    others = {name: p.detach() * 1.5 for name, p in model.named_parameters()}
+    with attach(model, inner):
+        if way == "functional_call":
+            assert all(p._version == 0 for p in model.parameters())
+            others["lm_head.weight"].requires_grad_()
+            others["model.embed_tokens.weight"].requires_grad_()
+            ids = torch.arange(8).view(1, 8)
+            loss = torch.func.functional_call(model, others, (), {"input_ids": ids, "labels": ids}).loss
+        else:
+            loss = loss_of(model, 0)
+            for name, p in model.named_parameters():
+                p.data = others[name]
+        with pytest.raises(ModelError, match="was replaced between forward and backward"):
             loss.backward()
 
 

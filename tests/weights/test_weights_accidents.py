@@ -2,8 +2,8 @@
 
 Seen red: a state dict of weights without bytes (written as 0 bytes, without an error), copies of them, a view that a
 graph holds while its memory goes, a weight written on the device and fetched again as it was; records of fences that
-keep a dropped model; an evaluation in another thread that reads weights which training frees; a crash of torch where
-shared memory is allocated again.
+keep a dropped model; an evaluation in another thread that reads weights which training frees; two backwards at once,
+with a crash of torch; another where shared memory is allocated again.
 """
 
 from __future__ import annotations
@@ -677,6 +677,35 @@ def test_a_read_in_another_thread_takes_turns_with_training() -> None:
             loss_of(model, 0).backward()
         read()
         assert len(refused) == 2
+
+
+def test_two_backwards_at_once_are_refused() -> None:
+    """One in the middle of another: each frees the weights that the other is about to read."""
+    whole = gradients(frozen(), steps=1)
+    model, errors = frozen(), []
+
+    def backward(loss: torch.Tensor) -> None:
+        try:
+            loss.backward()
+        except OrderingError as error:
+            errors.append(str(error))
+
+    def meanwhile(_: torch.Tensor) -> None:
+        thread = threading.Thread(target=backward, args=[other])
+        thread.start()
+        thread.join()
+
+    with away(model, LATE):
+        other = loss_of(model, 1)
+        hook = layer(model, 1).register_forward_hook(lambda *given: given[2].register_hook(meanwhile) and None)
+        loss = loss_of(model, 0)
+        hook.remove()
+        loss.backward()
+        assert len(errors) == 1
+        assert "during another backward of the same model" in errors[0]
+        assert torch.equal(embedding_gradient(model), whole[1])
+        model.zero_grad()
+        assert same(gradients(model, steps=1), whole)
 
 
 def test_after_a_failed_backward_another_thread_may_evaluate() -> None:

@@ -18,7 +18,9 @@ from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
 from hostward.activations.saved_tensors import (
+    Hooks,
     LayerCall,
+    PackedByOthers,
     PassThrough,
     SavedTensorHandle,
     SharedInputs,
@@ -185,6 +187,7 @@ class LayerCalls:
         self._numbers += 1
         self._last = weakref.ref(layer_call)
         if layer < self._hooked:
+            layer_call.around = _hooks_around()
             try:
                 _autograd._push_saved_tensors_default_hooks(*self._pair)
             except RuntimeError as error:
@@ -199,7 +202,7 @@ class LayerCalls:
         return ModelError(
             f"layer {self._names[layer]} cannot be offloaded here",
             why=why,
-            fix="detach() before functorch transforms, or call the layers without them",
+            fix="detach() before functorch transforms and disable_saved_tensors_hooks, or call the layers without them",
         )
 
     def _refuse_traces(self, layer: int) -> None:
@@ -264,6 +267,7 @@ class LayerCalls:
                     node.register_prehook(back)
 
     def _finish(self, layer_call: LayerCall) -> None:
+        layer_call.around = None
         if layer_call.open is not None:
             self._send(layer_call)
         if layer_call.groups:
@@ -324,10 +328,27 @@ class LayerCalls:
 
     # Compiled modules inside a layer save tensors too: otherwise the compiler would trace these two as their code.
     @_disable_dynamo
-    def _pack(self, tensor: torch.Tensor) -> SavedTensorHandle | PassThrough | WeightHandle:
+    def _pack(self, tensor: torch.Tensor) -> SavedTensorHandle | PassThrough | WeightHandle | PackedByOthers:
+        layer_call = self._running()
+        if layer_call is None or layer_call.around is None:
+            return self._saved(layer_call, tensor)
+        pack, unpack = layer_call.around
+        packed = pack(tensor)
+        if packed is tensor:
+            return PackedByOthers(self._saved(layer_call, tensor), unpack, ours=True)
+        self._sorter.count(tensor, Why.HOOKED)
+        return PackedByOthers(packed, unpack, ours=False)
+
+    def _running(self) -> LayerCall | None:
+        """Return the innermost layer call of this thread in which tensors are saved."""
+        return next((v for _, v in reversed(self._stack.calls) if v is not None), None)
+
+    def _saved(
+        self, layer_call: LayerCall | None, tensor: torch.Tensor
+    ) -> SavedTensorHandle | PassThrough | WeightHandle:
+        """Offload a tensor that is saved in a layer call, or let it stay."""
         if self._weights is not None and (weight := self._weights.pack(tensor)) is not None:
             return weight
-        layer_call = next((v for _, v in reversed(self._stack.calls) if v is not None), None)
         sorter = self._sorter
         if layer_call is None or layer_call.layer >= self._offloaded:
             return sorter.keep(tensor, Why.LAYER)
@@ -367,7 +388,9 @@ class LayerCalls:
         self._transfers.let_go(group)
 
     @_disable_dynamo
-    def _unpack(self, saved: SavedTensorHandle | PassThrough | WeightHandle) -> torch.Tensor:
+    def _unpack(self, saved: SavedTensorHandle | PassThrough | WeightHandle | PackedByOthers) -> torch.Tensor:
+        if isinstance(saved, PackedByOthers):
+            return saved.unpack(self._unpack(saved.packed) if saved.ours else saved.packed)  # type: ignore[arg-type]
         if not isinstance(saved, SavedTensorHandle):
             return saved.unpack()
         saved.require_unmodified()
@@ -436,6 +459,19 @@ class LayerCalls:
         """Remove our saved-tensor hooks outside of all layers, whatever other code did to the stack of hooks."""
         while not self._stack.calls and _autograd._top_saved_tensors_default_hooks(True) == self._pair:
             _autograd._pop_saved_tensors_default_hooks()
+
+
+def _hooks_around() -> Hooks | None:
+    """Return the saved-tensor hooks of other code that are on, beneath those of attached models; None: there are none.
+
+    torch calls the innermost hooks only, so ours call these.
+    """
+    top: Hooks | None = _autograd._top_saved_tensors_default_hooks(True)
+    owner = None if top is None else getattr(top[0], "__self__", None)
+    if not isinstance(owner, LayerCalls):
+        return top
+    outer = owner._running()
+    return None if outer is None else outer.around
 
 
 # Layers of an attached model run in one thread at a time.

@@ -26,7 +26,9 @@ from torch.utils.checkpoint import checkpoint
 from hostward.activations.module_filter import paths_of
 from hostward.errors import ConfigError, ModelError
 from hostward.model.autograd import inside_checkpoint
+from hostward.model.fence import plain_type, unfenced
 from hostward.model.layer_hooks import call
+from hostward.model.parameters import local_of
 from hostward.plan.decisions import ELEMENTWISE_MODULES
 
 # Names of recomputed modules, Megatron's names or paths, are resolved to modules of a layer.
@@ -313,7 +315,10 @@ def _capturing(inputs: Sequence[object]) -> bool:
 
 
 class _Call:
-    """Run a region in forward and again in backward, and raise if its weights have changed in between."""
+    """Run a region in forward and again in backward, and raise if its weights have changed in between.
+
+    It holds the weights of forward, so that no other one is taken for one of them.
+    """
 
     def __init__(
         self,
@@ -325,14 +330,24 @@ class _Call:
     ) -> None:
         self._function, self._owners = function, owners
         self._positional, self._names, self._rest = positional, names, rest
-        self._versions = self._now()
+        self._weights = self._present()
+        self._memory = [_memory_of(weight) for weight in self._weights]
+        self._versions = [weight._version for weight in self._weights]
 
-    def _now(self) -> list[int]:
+    def _present(self) -> list[torch.nn.Parameter]:
         modules = [owner for owner in self._owners if isinstance(owner, torch.nn.Module)]
-        return [weight._version for module in modules for weight in module.parameters()]
+        return [weight for module in modules for weight in module.parameters()]
 
     def __call__(self, *inputs: Any) -> Any:
-        if self._now() != self._versions:
+        weights = self._present()
+        if list(map(id, weights)) != list(map(id, self._weights)) or list(map(_memory_of, weights)) != self._memory:
+            raise ModelError(
+                "a weight of a module that is recomputed was replaced between forward and backward",
+                why="recomputed tensors would have other values than in forward",
+                fix="leave recompute= out where forward runs with other weights (functional_call), or run backward "
+                "before they are replaced",
+            )
+        if [weight._version for weight in weights] != self._versions:
             raise ModelError(
                 "a weight was modified by an in-place operation between forward and backward",
                 why="recomputed tensors would have other values than in forward",
@@ -340,6 +355,13 @@ class _Call:
             )
         named = dict(zip(self._names, inputs[self._positional :], strict=True))
         return self._function(*inputs[: self._positional], **named, **self._rest)
+
+
+@unfenced
+def _memory_of(weight: torch.Tensor) -> int:
+    """Return what identifies a weight's memory: its storage object, which stays where weights are offloaded."""
+    local = local_of(weight)
+    return local.untyped_storage()._cdata if plain_type(local) in (torch.Tensor, torch.nn.Parameter) else 0
 
 
 @_disable_dynamo

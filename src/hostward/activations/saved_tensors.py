@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 import torch
 
@@ -38,6 +39,7 @@ class Why(StrEnum):
     KIND = "it is no plain tensor on the device"
     STREAM = "it was made on another stream"
     HELD = "a checkpoint holds it that was not given it by position"
+    HOOKED = "saved-tensor hooks of other code have packed it"
 
 
 @dataclass(slots=True, eq=False)
@@ -121,6 +123,22 @@ class PassThrough:
         if self.data._version != self.version:
             raise_modified(self.data.shape)
         return self.data
+
+
+Hooks = tuple[Callable[[torch.Tensor], object], Callable[[Any], torch.Tensor]]
+"""Saved-tensor hooks: pack and unpack."""
+
+
+@dataclass(slots=True, frozen=True)
+class PackedByOthers:
+    """Hold what saved-tensor hooks of other code, around the layer's call, have made of a saved tensor.
+
+    `ours`: they returned the tensor itself, so that `packed` is our handle on it.
+    """
+
+    packed: object
+    unpack: Callable[[Any], torch.Tensor]
+    ours: bool
 
 
 class SavedTensorHandle:
@@ -218,8 +236,11 @@ class Sorter:
         self._buffers = {b.untyped_storage()._cdata for b in self._module_buffers}
 
     def keep(self, tensor: torch.Tensor, why: Why) -> PassThrough:
-        self.kept_bytes[why] += tensor.numel() * tensor.element_size()
+        self.count(tensor, why)
         return PassThrough(tensor)
+
+    def count(self, tensor: torch.Tensor, why: Why) -> None:
+        self.kept_bytes[why] += tensor.numel() * tensor.element_size()
 
     def why_kept(self, tensor: torch.Tensor, shared: Mapping[int, Why], layer: int) -> Why | None:
         """Return the reason for which a tensor stays on the device; None: it is offloaded.
@@ -340,8 +361,8 @@ class LayerCall:
     """Record one call of a layer and the groups offloaded in it, which live as long as handles on them."""
 
     __slots__ = (
-        "__weakref__", "before", "begun", "capture", "groups", "installed", "layer", "number", "open", "released",
-        "shared", "stream",
+        "__weakref__", "around", "before", "begun", "capture", "groups", "installed", "layer", "number", "open",
+        "released", "shared", "stream",
     )  # fmt: skip
 
     def __init__(
@@ -358,6 +379,8 @@ class LayerCall:
         self.stream = 0
         self.installed = False
         """True while our saved-tensor hooks are installed for this call."""
+        self.around: Hooks | None = None
+        """Saved-tensor hooks of other code around this call, while it runs."""
 
     def alive(self) -> list[TransferGroup]:
         return [group for ref in self.groups if (group := ref()) is not None]

@@ -60,6 +60,12 @@ class WeightWatch:
                 by_owner.setdefault(owner, []).append(t)
         watch = weakref.ref(self)
         for owner, held in by_owner.items():
+            if isinstance(owner, torch.jit.ScriptModule):
+                raise ModelError(
+                    f"parameter {held[0].name!r} belongs to a module of torch.jit",
+                    why="its code reads weights without the hooks that make it wait for them",
+                    fix="train the plain module, and torch.jit.script() what is trained; or torch.compile() it",
+                )
             handle = owner.register_load_state_dict_pre_hook(_LoadHook(watch, held))  # type: ignore[no-untyped-call]
             self._handles.append(handle)
 

@@ -160,6 +160,8 @@ class OffloadedWeights:
         """Graph task of the backward that calls `end` when it ends."""
         self._ending: weakref.ref[_Ending] | None = None
         """Alive while that backward is."""
+        self._backward_in = 0
+        """Thread in which it called `pre_backward`: on a GPU that of the device, otherwise its caller's."""
         self._runner = self._trainer = 0
         """Threads that last ran a layer, and one with gradients: backwards are the latter's."""
         self._handles: list[RemovableHandle] = []
@@ -273,7 +275,8 @@ class OffloadedWeights:
         """Reload a layer's weights as backward reaches its output, and prefetch those of the layer before."""
         residency, task = self.residency, torch._C._current_graph_task_id()
         if task != self._task:
-            self._task = task
+            self._require_no_other_backward()
+            self._task, self._backward_in = task, threading.get_ident()
             ending = _Ending(self)
             self._ending = weakref.ref(ending)
             torch.autograd.Variable._execution_engine.queue_callback(ending)
@@ -297,6 +300,16 @@ class OffloadedWeights:
                 f"layer {layer} is called in thread {threading.current_thread().name} during a backward of the model",
                 why="its weights are offloaded, and backward frees those of all layers but its own",
                 fix="let training and evaluation of the model wait for each other (a lock around each step)",
+            )
+
+    def _require_no_other_backward(self) -> None:
+        """Raise OrderingError if a backward in another thread runs now; one within another has its thread."""
+        running = self._ending is not None and self._ending() is not None
+        if running and threading.get_ident() != self._backward_in:
+            raise OrderingError(
+                f"backward in thread {threading.current_thread().name} during another backward of the same model",
+                why="its weights are offloaded, and each backward frees those of all layers but its own",
+                fix="run one backward after the other (a lock around each)",
             )
 
     def _backward_elsewhere(self) -> bool:
