@@ -48,7 +48,7 @@ from hostward.optim.bucket_state import (
     take_states,
 )
 from hostward.optim.diagnostics import Tracing, UnfencedReads
-from hostward.optim.forward_hooks import ForwardHooks, WeightFence
+from hostward.optim.forward_hooks import ForwardHooks, WeightFence, wait_for_optimizers
 from hostward.optim.gradient_hooks import Borrowed, GradientHooks, GradientsClearedError, gradient_of
 from hostward.optim.host_accumulation import HostGradAccumulator
 from hostward.optim.master_sync import WeightWatch
@@ -300,6 +300,7 @@ class AdamW(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
+    _told_of_held = False
 
     @named_options
     def __init__(
@@ -439,6 +440,7 @@ class AdamW(torch.optim.Optimizer):
             check_trackable(t.name, t.parameter, backend.device)
             if not is_away(t.parameter):
                 check_present(t.name, t.parameter)
+        wait_for_optimizers(t.parameter for t in new)  # one that this one replaces has perhaps just made a step
         check_no_overlap([*self._tracked, *new])
         require_sharding(self._places, new)
         check_grad_dtype(self._grad_dtype, {t.name: t.parameter for t in new})
@@ -670,6 +672,7 @@ class AdamW(torch.optim.Optimizer):
             stepped = list(gradients) if stays else list(self._grad_hooks.taken)
             clipping = self._grad_hooks.clipping(self.max_grad_norm, *self._scaling(), scale)
             self._executor.step(self.param_groups, clipping)
+            self._wait_for_held()
             if clipping.overflow_out is not None:
                 self.step_scalars()  # the scaler reads its flag next, without asking for it
             if self._sharded is not None and self._empty_parts is not None:
@@ -688,6 +691,20 @@ class AdamW(torch.optim.Optimizer):
         self._executor.torn = False
         if self._fence is not None:
             self._fence.raise_all()
+
+    def _wait_for_held(self) -> None:
+        """Wait for the readers of gradients that the program holds as well, and may overwrite when step() returns."""
+        held = self._grad_hooks.held
+        if not held:
+            return
+        if not self._told_of_held:
+            self._told_of_held = True
+            log.info(
+                "step() waits until %d gradients have been read, because others than .grad hold them: %s",
+                len(held),
+                shown(sorted(held)),
+            )
+        self._executor.wait_for_gradients()
 
     def _scaling(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return what a gradient scaler says, if it looked at the gradients."""
