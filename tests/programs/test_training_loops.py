@@ -1,12 +1,14 @@
 """Training loops that do what torch.optim.AdamW allows: several optimizers of one parameter, gradients in buffers of
-the program.
+the program, weights given other memory, `optimizer.state` written, steps in inference mode.
 
-Seen red with: no wait for the optimizer before when one is made, gradients of another one passed over, the wait for
-held gradients left out and each way to hold one overlooked.
+Seen red with: no wait for the optimizer before when one is made, gradients of another one passed over, the wait
+for held gradients left out and each way to hold one overlooked, no look at overlaps, strides or `optimizer.state`, a
+flat copy kept as the place of a weight, inference mode left on.
 """
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable
 from typing import Any
 
@@ -191,3 +193,90 @@ def test_gradients_that_nobody_else_holds_are_not_waited_for(monkeypatch: pytest
     optimizer.step()
     assert len(waits) == 1
     del kept
+
+
+# ---------------------------------------------------------------- weights given other memory
+
+
+def tie_memory(model: Net) -> None:
+    model.blocks[1].up.weight.data = model.blocks[0].up.weight.data
+
+
+def expand(model: Net) -> None:
+    model.blocks[1].up.bias.data = model.blocks[1].up.bias.data[:1].expand(32)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(("change", "text"), [(tie_memory, "share memory"), (expand, "has elements that share memory")])
+def test_memory_that_two_elements_share_is_refused(change: Callable[[Net], None], text: str, mix: str) -> None:
+    model, optimizer = make(mix)
+    one_step(model, optimizer, 0)
+    change(model)
+    with pytest.raises(ModelError, match=text):
+        one_step(model, optimizer, 1)
+
+
+def test_a_weight_that_is_transposed_in_its_place() -> None:
+    """Its address and its version stay; a step later it is transposed back."""
+
+    def loop(model: Net, optimizer: hostward.AdamW) -> None:
+        for step in range(5):
+            one_step(model, optimizer, step)
+            if step in (1, 2):
+                weight = model.blocks[1].up.weight
+                weight.data = weight.data.t()
+
+    require_equal(loop)
+
+
+# ---------------------------------------------------------------- optimizer.state, and where step() is called
+
+
+def clear(optimizer: hostward.AdamW) -> None:
+    optimizer.state = collections.defaultdict(dict)
+
+
+def clear_each(optimizer: hostward.AdamW) -> None:
+    for p in optimizer.param_groups[0]["params"]:
+        optimizer.state[p] = {}
+
+
+def write(optimizer: hostward.AdamW) -> None:
+    for p in optimizer.param_groups[0]["params"]:
+        optimizer.state[p]["exp_avg"] = torch.zeros_like(p)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("change", [clear, clear_each, write])
+def test_state_that_is_reset_in_torchs_way_is_not_kept_in_silence(
+    change: Callable[[hostward.AdamW], None], mix: str
+) -> None:
+    model, optimizer = make(mix)
+    one_step(model, optimizer, 0)
+    change(optimizer)
+    for use in (lambda: one_step(model, optimizer, 1), optimizer.state_dict):
+        with pytest.raises(ModelError, match=r"optimizer\.state was (cleared|written)") as caught:
+            use()
+    assert "set_state_of" in caught.value.fix
+
+
+def test_what_others_keep_in_state_does_no_harm() -> None:
+    def loop(model: Net, optimizer: hostward.AdamW) -> None:
+        for step in range(2):
+            one_step(model, optimizer, step)
+            for p in model.parameters():
+                optimizer.state[p]["slow"] = p.detach().clone()
+
+    require_equal(loop)
+
+
+def test_a_step_in_inference_mode() -> None:
+    def loop(model: Net, optimizer: hostward.AdamW) -> None:
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            with torch.inference_mode():
+                optimizer.step()
+
+    require_equal(loop)
+    require_equal(loop, step_early=True)

@@ -55,6 +55,7 @@ from hostward.optim.master_sync import WeightWatch
 from hostward.optim.offloaded_grad import Where
 from hostward.optim.op_binding import Memory
 from hostward.optim.param_groups import (
+    StoredElsewhere,
     check_blocks,
     check_counts,
     check_grad_dtype,
@@ -62,6 +63,7 @@ from hostward.optim.param_groups import (
     check_keys,
     check_main_params,
     check_members,
+    check_state,
     check_variants,
     checked_backend,
     checked_early,
@@ -464,7 +466,7 @@ class AdamW(torch.optim.Optimizer):
         self._tracked += new
         self._waiting += [t for t in new if is_away(t.parameter)]
         # Tools that find no state make one by a step with zero gradients; those that move state find no tensor.
-        self.state.update({t.parameter: {} for t in new})
+        self.state.update({t.parameter: StoredElsewhere() for t in new})
         self._summed |= {len(self._states) + b for b in summed}
         self._states += states
         self._placements += plan.buckets
@@ -614,8 +616,11 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
     @unfenced
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _step(self, scale: torch.Tensor | None) -> None:
         check_members(self.param_groups, self._tracked)
+        check_state(self.state, len(self._tracked))
         self._waiting = [t for t in self._waiting if is_away(t.parameter)]
         if self._waiting:
             raise waits(self._waiting[0].name)
@@ -743,6 +748,9 @@ class AdamW(torch.optim.Optimizer):
             self._places.sharding.reshard()
         changed = self._watch.changed()
         if changed:
+            for t in changed:
+                check_trackable(t.name, t.parameter, self.backend.device)
+            check_no_overlap(self._tracked)
             self._tell_changed(changed)
             self.reseed([t.name for t in changed])
 
@@ -821,6 +829,7 @@ class AdamW(torch.optim.Optimizer):
         """Wait until all streams are idle and the state is that of the last step, whole."""
         self._sleeper.asleep.require(Kinds.STATE | Kinds.WEIGHTS, "the state is read, saved or set")
         check_members(self.param_groups, self._tracked)
+        check_state(self.state, len(self._tracked))
         self._follow_weights()
         self._executor.require_whole()
         self.wait()
