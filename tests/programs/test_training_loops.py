@@ -1,9 +1,9 @@
 """Training loops that do what torch.optim.AdamW allows: several optimizers of one parameter, gradients in buffers of
 the program, weights given other memory, `optimizer.state` written, steps in inference mode.
 
-Seen red with: no wait for the optimizer before when one is made, gradients of another one passed over, the wait
-for held gradients left out and each way to hold one overlooked, no look at overlaps, strides or `optimizer.state`, a
-flat copy kept as the place of a weight, inference mode left on.
+Seen red with: no wait for the optimizer before when one is made, gradients of another one passed over, the wait for
+held gradients left out and each way to hold one overlooked, no look at overlaps, at who holds weights when an optimizer
+is made, at strides or `optimizer.state`, a flat copy kept as the place of a weight, inference mode left on.
 """
 
 from __future__ import annotations
@@ -227,6 +227,36 @@ def test_a_weight_that_is_transposed_in_its_place() -> None:
                 weight.data = weight.data.t()
 
     require_equal(loop)
+
+
+@pytest.mark.parametrize("moment", ["before the first step", "after it"])
+def test_weights_written_through_a_buffer_that_was_there_before_the_optimizer(moment: str) -> None:
+    """Parameters that are parts of one flat tensor, which the program writes."""
+
+    def flat_model(dtype: torch.dtype) -> tuple[Net, torch.Tensor]:
+        model = Net(dtype)
+        flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+        parts = flat.split([p.numel() for p in model.parameters()])
+        for p, part in zip(model.parameters(), parts, strict=True):
+            p.data = part.view_as(p)
+        return model, flat
+
+    for dtype in (torch.float32, torch.bfloat16):
+        results = []
+        for mix in MIXES:
+            model, flat = flat_model(dtype)
+            optimizer = another(model, mix)
+            for step in range(3):
+                optimizer.zero_grad()
+                loss_of(model, step).backward()
+                if moment == "before the first step":
+                    flat.clamp_(-0.1, 0.1)
+                optimizer.step()
+                if moment == "after it":
+                    flat.clamp_(-0.1, 0.1)
+            results.append(snapshot(model, optimizer))
+        for found in results[1:]:
+            assert_equal(found, results[0])
 
 
 # ---------------------------------------------------------------- optimizer.state, and where step() is called

@@ -479,7 +479,8 @@ class AdamW(torch.optim.Optimizer):
             self._access.reseed(t.name)
         with explained(backend, asked):
             self._connect(backend)
-        backend.synchronise()
+        backend.synchronise()  # what is pending holds weights, too
+        self._watch.compare([self._by_name[name] for name in self._executor.shared_now()])
         nothing = plan.asked_fraction > 0 and self.plan.state_bytes and not self.plan.offloaded_bytes
         log.log(logging.WARNING if nothing else logging.INFO, "%s", self.plan.explain())
 
