@@ -224,6 +224,12 @@ def let_arrive(parameters: Sequence[torch.Tensor]) -> None:
         reader.read(wanted)
 
 
+def readers_of(parameter: torch.Tensor) -> Sequence[Reader]:
+    """Return the readers of all fences of a parameter, up or down."""
+    record = _RECORDS.get(id(parameter))
+    return () if record is None else tuple(record.readers.values())
+
+
 def _hand_out(parameter: torch.Tensor) -> None:
     """Note that the caller gets the tensor which stores the weight, and may write the weight through it."""
     let_arrive([parameter])
@@ -232,8 +238,7 @@ def _hand_out(parameter: torch.Tensor) -> None:
 
 def _expose(parameters: Sequence[torch.Tensor], alias: torch.Tensor | None) -> None:
     for parameter in parameters:
-        record = _RECORDS.get(id(parameter))
-        for reader in () if record is None else tuple(record.readers.values()):
+        for reader in readers_of(parameter):
             reader.exposed(parameter, alias)
 
 

@@ -23,7 +23,7 @@ from hostward.core.placement import PlacedBucket, Plan
 from hostward.distributed.flat_shards import FlatPart, FlatShards
 from hostward.errors import HostwardError, ModelError, OrderingError
 from hostward.model.deferred_weights import is_away, waits
-from hostward.model.fence import let_arrive, unfenced, without_functions
+from hostward.model.fence import unfenced, without_functions
 from hostward.model.parameter_names import matched
 from hostward.model.parameters import (
     ParamRecord,
@@ -48,13 +48,14 @@ from hostward.optim.bucket_state import (
     take_states,
 )
 from hostward.optim.diagnostics import Tracing, UnfencedReads
-from hostward.optim.forward_hooks import ForwardHooks, WeightFence
+from hostward.optim.forward_hooks import ForwardHooks, WeightFence, wait_for_optimizers
 from hostward.optim.gradient_hooks import Borrowed, GradientHooks, GradientsClearedError, gradient_of
 from hostward.optim.host_accumulation import HostGradAccumulator
 from hostward.optim.master_sync import WeightWatch
 from hostward.optim.offloaded_grad import Where
 from hostward.optim.op_binding import Memory
 from hostward.optim.param_groups import (
+    StoredElsewhere,
     check_blocks,
     check_counts,
     check_grad_dtype,
@@ -62,6 +63,7 @@ from hostward.optim.param_groups import (
     check_keys,
     check_main_params,
     check_members,
+    check_state,
     check_variants,
     checked_backend,
     checked_early,
@@ -300,6 +302,7 @@ class AdamW(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
+    _told_of_held = False
 
     @named_options
     def __init__(
@@ -439,7 +442,7 @@ class AdamW(torch.optim.Optimizer):
             check_trackable(t.name, t.parameter, backend.device)
             if not is_away(t.parameter):
                 check_present(t.name, t.parameter)
-                let_arrive([t.parameter])  # another optimizer may have stepped it
+        wait_for_optimizers(t.parameter for t in new)  # one that this one replaces has perhaps just made a step
         check_no_overlap([*self._tracked, *new])
         require_sharding(self._places, new)
         check_grad_dtype(self._grad_dtype, {t.name: t.parameter for t in new})
@@ -463,7 +466,7 @@ class AdamW(torch.optim.Optimizer):
         self._tracked += new
         self._waiting += [t for t in new if is_away(t.parameter)]
         # Tools that find no state make one by a step with zero gradients; those that move state find no tensor.
-        self.state.update({t.parameter: {} for t in new})
+        self.state.update({t.parameter: StoredElsewhere() for t in new})
         self._summed |= {len(self._states) + b for b in summed}
         self._states += states
         self._placements += plan.buckets
@@ -476,7 +479,8 @@ class AdamW(torch.optim.Optimizer):
             self._access.reseed(t.name)
         with explained(backend, asked):
             self._connect(backend)
-        backend.synchronise()
+        backend.synchronise()  # what is pending holds weights, too
+        self._watch.compare([self._by_name[name] for name in self._executor.shared_now()])
         nothing = plan.asked_fraction > 0 and self.plan.state_bytes and not self.plan.offloaded_bytes
         log.log(logging.WARNING if nothing else logging.INFO, "%s", self.plan.explain())
 
@@ -613,8 +617,11 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
     @unfenced
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _step(self, scale: torch.Tensor | None) -> None:
         check_members(self.param_groups, self._tracked)
+        check_state(self.state, len(self._tracked))
         self._waiting = [t for t in self._waiting if is_away(t.parameter)]
         if self._waiting:
             raise waits(self._waiting[0].name)
@@ -671,6 +678,7 @@ class AdamW(torch.optim.Optimizer):
             stepped = list(gradients) if stays else list(self._grad_hooks.taken)
             clipping = self._grad_hooks.clipping(self.max_grad_norm, *self._scaling(), scale)
             self._executor.step(self.param_groups, clipping)
+            self._wait_for_held()
             if clipping.overflow_out is not None:
                 self.step_scalars()  # the scaler reads its flag next, without asking for it
             if self._sharded is not None and self._empty_parts is not None:
@@ -689,6 +697,20 @@ class AdamW(torch.optim.Optimizer):
         self._executor.torn = False
         if self._fence is not None:
             self._fence.raise_all()
+
+    def _wait_for_held(self) -> None:
+        """Wait for the readers of gradients that the program holds as well, and may overwrite when step() returns."""
+        held = self._grad_hooks.held
+        if not held:
+            return
+        if not self._told_of_held:
+            self._told_of_held = True
+            log.info(
+                "step() waits until %d gradients have been read, because others than .grad hold them: %s",
+                len(held),
+                shown(sorted(held)),
+            )
+        self._executor.wait_for_gradients()
 
     def _scaling(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return what a gradient scaler says, if it looked at the gradients."""
@@ -727,6 +749,9 @@ class AdamW(torch.optim.Optimizer):
             self._places.sharding.reshard()
         changed = self._watch.changed()
         if changed:
+            for t in changed:
+                check_trackable(t.name, t.parameter, self.backend.device)
+            check_no_overlap(self._tracked)
             self._tell_changed(changed)
             self.reseed([t.name for t in changed])
 
@@ -805,6 +830,7 @@ class AdamW(torch.optim.Optimizer):
         """Wait until all streams are idle and the state is that of the last step, whole."""
         self._sleeper.asleep.require(Kinds.STATE | Kinds.WEIGHTS, "the state is read, saved or set")
         check_members(self.param_groups, self._tracked)
+        check_state(self.state, len(self._tracked))
         self._follow_weights()
         self._executor.require_whole()
         self.wait()

@@ -10,7 +10,7 @@ until its forward, and again after it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from hostward.model.fence import Fence, down, up
+from hostward.model.fence import Fence, down, readers_of, up
 from hostward.model.layer_hooks import forget_compiled
 from hostward.model.parameter_names import plain_name
 from hostward.model.parameters import ParamRecord
@@ -226,6 +226,17 @@ class WeightFence:
 
     def close(self) -> None:
         self._fence.close()
+
+
+def wait_for_optimizers(parameters: Iterable[torch.Tensor]) -> None:
+    """Make the current stream wait for the new values of these weights from all optimizers that have them."""
+    asked: dict[_Reads, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        for reader in readers_of(parameter):
+            if isinstance(reader, _Reads):
+                asked.setdefault(reader, []).append(parameter)
+    for reader, wanted in asked.items():
+        reader.read(wanted)
 
 
 class _Reads:

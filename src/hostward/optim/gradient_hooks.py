@@ -6,8 +6,11 @@ of 0.0 is never reported for gradients that are elsewhere.
 
 from __future__ import annotations
 
+import functools
+import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from enum import Enum
 from typing import Protocol
 
@@ -67,6 +70,45 @@ def _unfit(t: ParamRecord) -> ModelError:
         f"parameter {t.name!r} {problem}",
         why="the step takes dense fp32, bf16 or fp16 gradients on the parameter's own device",
         fix="give it such a gradient, or leave the parameter out of the optimizer",
+    )
+
+
+def _held_elsewhere(tracked: Iterable[ParamRecord]) -> set[str]:
+    """Return names of parameters whose gradient, or its memory, the program holds besides `.grad`.
+
+    Not of sharded ones, whose gradients share memory that FSDP2 has.
+    """
+    count, alone = torch._C._storage_Use_Count, _references_of_one()
+    found, tensors, uses = set(), Counter[int](), dict[str, tuple[int, int]]()
+    for t in tracked:
+        grad = t.parameter.grad
+        if grad is None or t.sharded or grad.layout is not torch.strided:
+            continue
+        if sys.getrefcount(grad) > alone:
+            found.add(t.name)
+        storage = grad.untyped_storage()._cdata
+        tensors[storage] += 1
+        uses[t.name] = storage, count(storage)
+    # Autograd makes gradients that share memory among themselves. Its object in Python is one use more.
+    return found.union(name for name, (storage, n) in uses.items() if n > tensors[storage] + 1)
+
+
+@functools.cache
+def _references_of_one() -> int:
+    """Return how many references Python counts to a gradient that nothing but `.grad` and one variable holds."""
+    parameter = torch.nn.Parameter(torch.zeros(1, device="cpu"))
+    parameter.grad = torch.zeros(1, device="cpu")
+    grad = parameter.grad
+    return sys.getrefcount(grad)
+
+
+def _of_another(name: str, grad: OffloadedGrad) -> ModelError:
+    done = "was used by the last step of" if grad.fate.now is Where.USED else "is offloaded for"
+    return ModelError(
+        f"the gradient of parameter {name!r} {done} another hostward.AdamW, which has this parameter as well",
+        why="a gradient serves one step of one optimizer; this one would leave the parameter as it is",
+        fix="give each parameter to one optimizer; if the other one is not needed any more, drop it (schedulers hold "
+        'it, too); optimizers that take turns need zero_grad() and a backward before each step, and gradients="device"',
     )
 
 
@@ -150,6 +192,8 @@ class GradientHooks:
         self._fate = Fate()
         """Fate shared by the gradients that are offloaded now."""
         self.taken: set[str] = set()
+        self.held: set[str] = set()
+        """Names of those of this step whose gradient the program holds besides `.grad`, and may overwrite after it."""
         self.unscaled: list[tuple[torch.Tensor, torch.Tensor]] = []
         """(found_inf, inverse scale) that a gradient scaler passed for gradients that were offloaded."""
         self.armed = False
@@ -165,6 +209,9 @@ class GradientHooks:
         self._unscaled = _Unscaled(self._this)
         for t in tracked:
             self._hook(t)
+            grad = t.parameter.grad
+            if isinstance(grad, OffloadedGrad) and grad.fate.now is Where.USED:
+                grad.unscaled = self._unscaled  # of an optimizer that this one replaces
 
     def _hook(self, t: ParamRecord) -> None:
         """Install the hooks of a parameter; one that is frozen now may be trained later."""
@@ -328,7 +375,8 @@ class GradientHooks:
         """Return the parameters whose gradient is still in `.grad`.
 
         Raises:
-            ModelError: a gradient was lost, or was cleared or replaced by hand after it had been offloaded.
+            ModelError: a gradient was lost, or was cleared or replaced by hand after it had been offloaded, or another
+                optimizer has offloaded it.
         """
         found, cleared, taken = [], [], self.taken
         for t in self._tracked:
@@ -336,6 +384,8 @@ class GradientHooks:
             if type(grad) is OffloadedGrad:  # as isinstance, which is slow for tensors
                 if grad.fate.now is Where.LOST:
                     raise_lost(t.name)
+                if grad.unscaled is not self._unscaled:
+                    raise _of_another(t.name, grad)
             elif grad is None:
                 if t.name in taken:
                     cleared.append(t.name)
@@ -359,6 +409,8 @@ class GradientHooks:
                 why=f"{len(cleared)} of {len(self.taken)} taken gradients were cleared by hand",
                 fix="clear all of them with optimizer.zero_grad(), or none",
             )
+        grad = None  # which would count as held
+        self.held |= _held_elsewhere(found)
         return found
 
     def clipping(
@@ -385,6 +437,7 @@ class GradientHooks:
             if parameter.grad is self._placeholders[name]:
                 parameter.grad = None
         self.taken.clear()
+        self.held.clear()
         self.unscaled.clear()
         if self.tied.names:
             self.tied.forget()
@@ -394,6 +447,7 @@ class GradientHooks:
         self._fate.now = where
         self._fate = Fate()
         self.taken.clear()
+        self.held.clear()
         self.unscaled.clear()
 
     def used_only(self) -> bool:

@@ -24,7 +24,7 @@ from hostward.model.parameters import ParamRecord, local_of, paths_of
 
 
 class WeightWatch:
-    """WeightWatch remembers version and address of every tracked weight, and reports those that others have written."""
+    """WeightWatch remembers how every tracked weight lies in memory and its version, and reports those others wrote."""
 
     def __init__(
         self,
@@ -116,14 +116,15 @@ class WeightWatch:
             return parameter._version, local._version, where
         if moving:
             return parameter._version, parameter.untyped_storage()._cdata
-        return parameter._version, parameter.data_ptr()
+        return parameter._version, parameter.data_ptr(), *parameter.stride()
 
     def remember(self, tracked: Sequence[ParamRecord]) -> None:
         """Record the present contents of these weights as the optimizer's own."""
         known, unlike = self._known, self._unlike_others
         for t in tracked:
             parameter = t.parameter
-            known[t.name] = self._seen(t) if t.name in unlike else (parameter._version, parameter.data_ptr())
+            plain = t.name not in unlike
+            known[t.name] = (parameter._version, parameter.data_ptr(), *parameter.stride()) if plain else self._seen(t)
             for found in self._of_now:
                 if found:
                     found.pop(t.name, None)
@@ -189,7 +190,8 @@ class WeightWatch:
                 _require_at_home(t)
             if (parameter.shape, parameter.dtype, parameter.device) != kinds[name]:
                 raise self._changed_kind(t)
-            seen = self._seen(t) if name in unlike else (parameter._version, parameter.data_ptr())
+            plain = name not in unlike
+            seen = (parameter._version, parameter.data_ptr(), *parameter.stride()) if plain else self._seen(t)
             if known[name] != seen:
                 before = self._before_load.get(name)
                 if before is not None and before.equal(bit_sum(t.local.data)):

@@ -22,6 +22,7 @@ from hostward.runtime.backend import DTYPES, STATE_DTYPES, Backend
 NAMES = ("params", "param_names")
 """Keys of a group that say whose it is."""
 HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
+_STATE_OF_TORCH = frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
 _NOT_SUPPORTED: Mapping[str, str] = {
     "amsgrad": "no maximum of the second moment is kept",
     "maximize": "the step minimises",
@@ -144,6 +145,24 @@ def check_members(groups: Sequence[Mapping[str, Any]], tracked: Sequence[ParamRe
         what,
         why="state is placed when a parameter is added, and stays until the optimizer goes",
         fix="use add_param_group to add; to freeze a parameter, leave its gradient None; else make a new optimizer",
+    )
+
+
+class StoredElsewhere(dict[str, Any]):
+    """What `optimizer.state` has of a parameter: nothing, but for what other code puts in under keys of its own."""
+
+
+def check_state(state: Mapping[Any, Any], parameters: int) -> None:
+    """Raise ModelError where `optimizer.state` was cleared, or written with what torch.optim.AdamW has there."""
+    entries = [entry for entry in state.values() if type(entry) is StoredElsewhere]
+    written = sorted({key for entry in entries if entry for key in entry if key in _STATE_OF_TORCH})
+    if len(entries) == parameters and not written:
+        return
+    raise ModelError(
+        f"optimizer.state was written: {written[0]!r}" if written else "optimizer.state was cleared or replaced",
+        why="the state is stored elsewhere, partly on the host, and would stay as it is",
+        fix="set_state_of(name, {'step': 0, 'exp_avg': zeros, 'exp_avg_sq': zeros}) and state_of(name), or "
+        "load_state_dict(); or make a new optimizer, to begin anew",
     )
 
 

@@ -860,15 +860,18 @@ class StepExecutor:
             else:  # the compute stream need not wait for this stream's other work
                 self.wait_on_stream(layer.name, stream)
 
+    def shared_now(self) -> frozenset[str]:
+        """Return the names of weights on the device whose memory others hold, and may write."""
+        return self._targets.shared() if self._watches_holders else frozenset()
+
     def _wait_for_shared(self) -> None:
         """Wait now for weights whose memory others hold.
 
         A view that was kept, or `.data`, is read without the weight.
         """
-        if self._watches_holders:
-            shared = self._targets.shared().union(() if self._fetcher is None else self._fetcher.use_held())
-        else:
-            shared = frozenset()
+        shared = self.shared_now()
+        if self._watches_holders and self._fetcher is not None:
+            shared = shared.union(self._fetcher.use_held())
         if shared != self.shared and shared:
             log.info(
                 "%d %s at the end of step(), because others hold their memory (views, .data): %s%s",

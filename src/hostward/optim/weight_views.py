@@ -113,7 +113,8 @@ class ParamViews:
         flat = data.contiguous().view(-1)
         if not data.is_contiguous():
             self._flat[name] = flat
-        self._addresses[name] = data.data_ptr()
+        # A copy is no place to find the weight in once it is contiguous again.
+        self._addresses[name] = data.data_ptr() if data.is_contiguous() else 0
         self._storages[name] = data.untyped_storage()
         self._holders.clear()
         for buffer, span in self._pieces[name]:

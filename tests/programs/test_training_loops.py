@@ -1,0 +1,312 @@
+"""Training loops that do what torch.optim.AdamW allows: several optimizers of one parameter, gradients in buffers of
+the program, weights given other memory, `optimizer.state` written, steps in inference mode.
+
+Seen red with: no wait for the optimizer before when one is made, gradients of another one passed over, the wait for
+held gradients left out and each way to hold one overlooked, no look at overlaps, at who holds weights when an optimizer
+is made, at strides or `optimizer.state`, a flat copy kept as the place of a weight, inference mode left on.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from networks import LATEST, MIXES, OFFLOADED, Net, loss_of, make, microbatch
+from optimizer_cases import adamw, assert_equal, snapshot
+
+import hostward
+from hostward.errors import ModelError
+from hostward.runtime.simulated.backend import Order, SimulatedBackend
+
+Loop = Callable[[Net, hostward.AdamW], object]
+
+
+def run(mix: str, loop: Loop, dtype: torch.dtype = torch.float32, **options: Any) -> dict[str, torch.Tensor]:
+    """Run a loop without offloading as issued, else in the latest order; freed memory keeps what it held."""
+    order = Order(eager=True) if mix == "device" else LATEST
+    model = Net(dtype)
+    optimizer = adamw(model, backend=SimulatedBackend(threads=1, order=order, poison=False), **MIXES[mix], **options)
+    loop(model, optimizer)
+    return snapshot(model, optimizer)
+
+
+def require_equal(loop: Loop, **options: Any) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        expected = run("device", loop, dtype, **options)
+        for mix in OFFLOADED:
+            assert_equal(run(mix, loop, dtype, **options), expected)
+
+
+def one_step(model: Net, optimizer: hostward.AdamW, seed: int, *, context: bool = True) -> None:
+    optimizer.zero_grad()
+    with microbatch(optimizer, context, True):
+        loss_of(model, seed).backward()
+    optimizer.step()
+
+
+# ---------------------------------------------------------------- several optimizers of one parameter
+
+
+def another(model: Net, mix: str, **options: Any) -> hostward.AdamW:
+    return adamw(model, backend=SimulatedBackend(threads=1, order=LATEST), **{**MIXES[mix], "lr": 3e-3, **options})
+
+
+@pytest.mark.parametrize("context", [True, False])
+def test_an_optimizer_made_after_the_step_of_another_begins_with_its_weights(context: bool) -> None:
+    results = []
+    for mix in MIXES:
+        model, first = make(mix, torch.bfloat16, LATEST)
+        one_step(model, first, 0, context=context)
+        second = another(model, mix)
+        one_step(model, second, 1, context=context)
+        results.append(snapshot(model, second))
+    for found in results[1:]:
+        assert_equal(found, results[0])
+
+
+@pytest.mark.parametrize("between", ["forward", "nothing"])
+def test_optimizers_that_take_turns(between: str) -> None:
+    """Each sees what the other has written, also where no forward comes in between."""
+    results = []
+    for mix in MIXES:
+        model, first = make(mix, torch.bfloat16, LATEST)
+        second = another(model, mix)
+        gradients = [torch.full_like(p, 1e-2) for p in model.parameters()]
+        for i in range(4):
+            optimizer = (first, second)[i % 2]
+            optimizer.zero_grad()
+            if between == "forward":
+                one_step(model, optimizer, i)
+                continue
+            for p, g in zip(model.parameters(), gradients, strict=True):
+                p.grad = g.clone()
+            optimizer.step()
+        results.append(snapshot(model, second))
+    for found in results[1:]:
+        assert_equal(found, results[0])
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_one_gradient_is_not_left_out_of_a_second_optimizer(mix: str) -> None:
+    """torch steps the trunk twice, once by each."""
+    model, first = make(mix)
+    second = another(model, mix)
+    loss_of(model, 0).backward()
+    first.step()
+    with pytest.raises(ModelError, match=r"'scale' was used by the last step of another hostward\.AdamW"):
+        second.step()
+    one_step(model, second, 1)
+
+
+@pytest.mark.parametrize("held_by", ["context", "gradients"])
+def test_what_one_optimizer_has_offloaded_another_does_not_leave_out(held_by: str) -> None:
+    options = {} if held_by == "context" else {"gradients": "host"}
+    model, first = make("host", **options)
+    second = another(model, "host", **options)
+    with microbatch(first, held_by == "context", True):
+        loss_of(model, 0).backward()
+    before = snapshot(model, second)
+    with pytest.raises(ModelError, match=r"is offloaded for another hostward\.AdamW") as caught:
+        second.step()
+    assert 'gradients="device"' in caught.value.fix
+    assert_equal(snapshot(model, second), before)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_what_the_one_before_has_used_is_no_gradient_of_the_next(mix: str) -> None:
+    model, first = make(mix)
+    one_step(model, first, 0)
+    second = another(model, mix)
+    loss_of(model, 1, without=1).backward()
+    second.step()
+    assert second.step_count("blocks.1.up.weight") == 0
+    assert second.step_count("blocks.0.up.weight") == 1
+    with pytest.raises(ModelError, match="without a new gradient"):
+        second.step()
+
+
+# ---------------------------------------------------------------- gradients that the program holds
+
+
+def as_they_are(parameters: list[torch.Tensor], buffers: list[torch.Tensor]) -> None:
+    for p, buffer in zip(parameters, buffers, strict=True):
+        p.grad = buffer
+
+
+def as_views(parameters: list[torch.Tensor], buffers: list[torch.Tensor]) -> None:
+    for p, buffer in zip(parameters, buffers, strict=True):
+        p.grad = buffer.view_as(p)
+
+
+@pytest.mark.parametrize("context", [True, False])
+@pytest.mark.parametrize("put", [as_they_are, as_views])
+def test_gradients_in_buffers_that_are_overwritten_after_the_step(put: Callable[..., None], context: bool) -> None:
+    """As in data parallelism by hand, and where workers share one model."""
+
+    def loop(model: Net, optimizer: hostward.AdamW) -> None:
+        parameters = list(model.parameters())
+        buffers = [torch.zeros_like(p).detach() for p in parameters]
+        for step in range(3):
+            made = torch.autograd.grad(loss_of(model, step), parameters)
+            with microbatch(optimizer, context, True):
+                for buffer, gradient in zip(buffers, made, strict=True):
+                    buffer.copy_(gradient)
+                put(parameters, buffers)
+            optimizer.step()
+            for buffer in buffers:
+                buffer.fill_(7.0)
+
+    require_equal(loop)
+
+
+def test_a_slice_of_one_flat_buffer() -> None:
+    def loop(model: Net, optimizer: hostward.AdamW) -> None:
+        parameters = list(model.parameters())
+        flat = torch.zeros(sum(p.numel() for p in parameters), dtype=model.scale.dtype)
+        for step in range(3):
+            made = torch.autograd.grad(loss_of(model, step), parameters)
+            torch.cat([g.reshape(-1) for g in made], out=flat)
+            for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+                p.grad = part.view_as(p)
+            optimizer.step()
+            flat.zero_()
+
+    require_equal(loop)
+
+
+def test_gradients_that_nobody_else_holds_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = make("streamed")
+    waits: list[None] = []
+    monkeypatch.setattr(type(optimizer._executor), "wait_for_gradients", lambda _: waits.append(None))
+    joined = [torch.nn.Parameter(torch.randn(3)) for _ in range(3)]  # whose gradients are parts of one tensor
+    others = adamw([(str(i), p) for i, p in enumerate(joined)])
+    for step in range(2):
+        one_step(model, optimizer, step, context=False)
+        torch.cat(joined).square().sum().backward()
+        others.step()
+    assert waits == []
+    loss_of(model, 2).backward()
+    kept = model.head.weight.grad
+    optimizer.step()
+    assert len(waits) == 1
+    del kept
+
+
+# ---------------------------------------------------------------- weights given other memory
+
+
+def tie_memory(model: Net) -> None:
+    model.blocks[1].up.weight.data = model.blocks[0].up.weight.data
+
+
+def expand(model: Net) -> None:
+    model.blocks[1].up.bias.data = model.blocks[1].up.bias.data[:1].expand(32)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(("change", "text"), [(tie_memory, "share memory"), (expand, "has elements that share memory")])
+def test_memory_that_two_elements_share_is_refused(change: Callable[[Net], None], text: str, mix: str) -> None:
+    model, optimizer = make(mix)
+    one_step(model, optimizer, 0)
+    change(model)
+    with pytest.raises(ModelError, match=text):
+        one_step(model, optimizer, 1)
+
+
+def test_a_weight_that_is_transposed_in_its_place() -> None:
+    """Its address and its version stay; a step later it is transposed back."""
+
+    def loop(model: Net, optimizer: hostward.AdamW) -> None:
+        for step in range(5):
+            one_step(model, optimizer, step)
+            if step in (1, 2):
+                weight = model.blocks[1].up.weight
+                weight.data = weight.data.t()
+
+    require_equal(loop)
+
+
+@pytest.mark.parametrize("moment", ["before the first step", "after it"])
+def test_weights_written_through_a_buffer_that_was_there_before_the_optimizer(moment: str) -> None:
+    """Parameters that are parts of one flat tensor, which the program writes."""
+
+    def flat_model(dtype: torch.dtype) -> tuple[Net, torch.Tensor]:
+        model = Net(dtype)
+        flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+        parts = flat.split([p.numel() for p in model.parameters()])
+        for p, part in zip(model.parameters(), parts, strict=True):
+            p.data = part.view_as(p)
+        return model, flat
+
+    for dtype in (torch.float32, torch.bfloat16):
+        results = []
+        for mix in MIXES:
+            model, flat = flat_model(dtype)
+            optimizer = another(model, mix)
+            for step in range(3):
+                optimizer.zero_grad()
+                loss_of(model, step).backward()
+                if moment == "before the first step":
+                    flat.clamp_(-0.1, 0.1)
+                optimizer.step()
+                if moment == "after it":
+                    flat.clamp_(-0.1, 0.1)
+            results.append(snapshot(model, optimizer))
+        for found in results[1:]:
+            assert_equal(found, results[0])
+
+
+# ---------------------------------------------------------------- optimizer.state, and where step() is called
+
+
+def clear(optimizer: hostward.AdamW) -> None:
+    optimizer.state = collections.defaultdict(dict)
+
+
+def clear_each(optimizer: hostward.AdamW) -> None:
+    for p in optimizer.param_groups[0]["params"]:
+        optimizer.state[p] = {}
+
+
+def write(optimizer: hostward.AdamW) -> None:
+    for p in optimizer.param_groups[0]["params"]:
+        optimizer.state[p]["exp_avg"] = torch.zeros_like(p)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("change", [clear, clear_each, write])
+def test_state_that_is_reset_in_torchs_way_is_not_kept_in_silence(
+    change: Callable[[hostward.AdamW], None], mix: str
+) -> None:
+    model, optimizer = make(mix)
+    one_step(model, optimizer, 0)
+    change(optimizer)
+    for use in (lambda: one_step(model, optimizer, 1), optimizer.state_dict):
+        with pytest.raises(ModelError, match=r"optimizer\.state was (cleared|written)") as caught:
+            use()
+    assert "set_state_of" in caught.value.fix
+
+
+def test_what_others_keep_in_state_does_no_harm() -> None:
+    def loop(model: Net, optimizer: hostward.AdamW) -> None:
+        for step in range(2):
+            one_step(model, optimizer, step)
+            for p in model.parameters():
+                optimizer.state[p]["slow"] = p.detach().clone()
+
+    require_equal(loop)
+
+
+def test_a_step_in_inference_mode() -> None:
+    def loop(model: Net, optimizer: hostward.AdamW) -> None:
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            with torch.inference_mode():
+                optimizer.step()
+
+    require_equal(loop)
+    require_equal(loop, step_early=True)
