@@ -223,6 +223,14 @@ def check_parameter(parameter: torch.Tensor, device: torch.device) -> None:
         )
 
 
+def _is_wrapped_step(step: Any, of: Any) -> bool:
+    """Return whether torch has put the step into a class: its own wrapper, which calls hooks, around that of a base.
+
+    It does so for the first object of a class, unless there was one of the base before.
+    """
+    return getattr(step, "hooked", False) and step.__wrapped__ in (of, getattr(of, "__wrapped__", None))
+
+
 @functools.cache
 def _names_of_torch(kind: Any) -> frozenset[str] | None:
     """Return the names of the torch class whose step `kind` has unchanged; None where there is none.
@@ -233,7 +241,10 @@ def _names_of_torch(kind: Any) -> frozenset[str] | None:
     if base is None:
         return None
     names = frozenset(dir(base))
-    own = {name for c in kind.__mro__[: kind.__mro__.index(base)] for name in vars(c)}
+    derived = kind.__mro__[: kind.__mro__.index(base)]
+    own = {
+        name for c in derived for name in vars(c) if name != "step" or not _is_wrapped_step(vars(c)[name], base.step)
+    }
     return names if own & names <= _HARMLESS else None
 
 
