@@ -32,6 +32,10 @@ class Budgets:
         found = {"device": self.device_bytes, "host": self.host_bytes, "pinned": self.pinned_bytes}
         return {name: limit for name, limit in found.items() if limit is not None}
 
+    def may_hold(self, nbytes: float) -> bool:
+        """Return False for more bytes than device and host together may hold."""
+        return self.device_bytes is None or self.host_bytes is None or nbytes <= self.device_bytes + self.host_bytes
+
     def over(self, needs: Needs) -> dict[str, int]:
         """Return the excess in bytes of each exceeded budget; empty where all are kept."""
         found = needed(needs, self.phases)

@@ -193,7 +193,10 @@ def answer(question: Question, required: Required) -> Answer:
     most_bytes = gpu.memory_bytes if gpu and device_bytes is not None and device_bytes <= gpu.memory_bytes else None
     frontier = Frontier(question.workload, speeds, required, question.forced, most_bytes)
     # What a search around the limits finds is not found again within others.
-    known = () if frontier.fits(question.budgets) else frontier.candidates
+    known: Sequence[Candidate] = ()
+    if not frontier.fits(question.budgets):
+        frontier.approach(question.budgets)  # to tell what is missing, however much that is
+        known = frontier.candidates
     chosen = frontier.best_at_last(question.budgets)
     nearest = chosen or frontier.nearest(question.budgets)
     fixes = [] if chosen else _fixes(question, frontier, known, required)
@@ -270,7 +273,7 @@ def _smaller_state(question: Question, speeds: Speeds) -> Fix | None:
         return None
     for form in map(before.form.at_most, _SMALLER_STATE):
         moments = before.numel * (form.exp_avg.itemsize_bytes + form.exp_avg_sq.itemsize_bytes)
-        if _exceeds(question.workload.weight_bytes + moments, question.budgets):
+        if not question.budgets.may_hold(question.workload.weight_bytes + moments):
             continue
         tried = stored_in(question, form)
         # Placements that are asked for are those of the buckets that there are now.
@@ -448,7 +451,7 @@ def _more_gpus(question: Question, *, other: bool = False) -> Fix | None:
     # More ranks than a tensor has rows take more memory again, so the numbers are tried one after the other.
     for doublings in range(1, _MOST_DOUBLINGS + 1):
         ranks = question.gpus << doublings
-        if _exceeds(held / ranks, budgets):
+        if not budgets.may_hold(held / ranks):
             continue
         kept = whole.microbatches % ranks == 0
         microbatches = whole.microbatches if kept else asked.microbatches * ranks
@@ -512,15 +515,9 @@ def more_gpus_in_vain(found: Answer) -> str:
 
 def _may_fit(workload: Workload, budgets: Budgets, required: Required) -> bool:
     """Return False where not even offloading all of the state, with and without the weights, leaves enough memory."""
-    if _exceeds(workload.weight_bytes + workload.inventory.state_bytes, budgets):
+    if not budgets.may_hold(workload.weight_bytes + workload.inventory.state_bytes):
         return False
     return "device" not in budgets.over(_least_device(workload, required))
-
-
-def _exceeds(held_bytes: float, budgets: Budgets) -> bool:
-    """Return whether this is more than device and host together may hold."""
-    limits = budgets.limits
-    return "device" in limits and "host" in limits and held_bytes > limits["device"] + limits["host"]
 
 
 def _least_device(workload: Workload, required: Required) -> Needs:

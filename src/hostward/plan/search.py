@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
-from itertools import groupby, product
+from itertools import groupby
 
 from hostward.core.placement import Placement, placements_of, summed_among
 from hostward.plan.budgets import Budgets, Required
@@ -35,8 +35,7 @@ _REACH = 1.1
 """Factor on the device's memory, by the program's own count of bytes, which differs a little from the memory model's.
 """
 _FINE_PARTS = 1024
-_AT_LIMITS = (0.0, 1 / 2, 1.0)
-"""Streamed shares of what is offloaded, in so many parts of the state, that are tried at the limits."""
+"""Parts of the state in which what is offloaded at the limits is tried."""
 _EVEN_PARTS = 16
 _HOST_PARTS = 8
 _SAME_SHARE = 0.05
@@ -139,6 +138,7 @@ class Frontier:
         self._seen: dict[Choice, Candidate] = {}
         self._probes: set[Choice] = set()
         """Choices that a search came past and whose time was not needed: `unbeaten` does not predict it, either."""
+        self._approached: set[Budgets] = set()
         self._placed: dict[tuple[float, float, frozenset[str]], tuple[Placement, ...]] = {}
         self._frees: dict[tuple[Placement, ...], bool] = {}
         self._programs: dict[frozenset[str], LinearProgram] = {}
@@ -166,16 +166,20 @@ class Frontier:
         if not self._holds_fitting(budgets):
             self._sets = self._weight_sets()
             self.widen()
-            if not self._holds_fitting(budgets):
-                self._approach(budgets)
+            held_bytes = self.workload.weight_bytes + self.workload.inventory.state_bytes
+            if not self._holds_fitting(budgets) and budgets.may_hold(held_bytes):
+                self.approach(budgets)
         return self._holds_fitting(budgets)
 
-    def _approach(self, budgets: Budgets) -> None:
+    def approach(self, budgets: Budgets) -> None:
         """Add, of the choices that treat all layers alike, those nearest to these budgets.
 
         They offload as little of the state, or the weights of as few layers, as the device's budget allows, or as much
         as the others allow. So what nothing fits for is known to a thousandth of the state, and not only by the ladder.
         """
+        if budgets in self._approached:
+            return
+        self._approached.add(budgets)
         before, most_away = set(self._seen), max(map(len, self._weight_sets()), default=0)
         beside = replace(budgets, device_bytes=None)
         device = Budgets(budgets.device_bytes, phases=budgets.phases)
@@ -186,18 +190,24 @@ class Frontier:
         def beyond(line: Callable[[int], Candidate], part: int) -> bool:
             return bool(beside.over(line(part).needs))
 
-        for keep, streamed in product((Keep.RECOMPUTE, _SMALLEST), _AT_LIMITS):
+        def first(
+            reached: Callable[[Callable[[int], Candidate], int], bool], line: Callable[[int], Candidate], last: int
+        ) -> None:
+            if reached(line, last):
+                bisect_left(range(last), True, key=partial(reached, line))
+
+        for streamed in (0.0, 1.0):
             for weights in self._weight_sets():
-                offloaded = partial(self._part, streamed, keep, weights)
-                for reached in (within, beyond):
-                    bisect_left(range(_FINE_PARTS + 1), True, key=partial(reached, offloaded))
+                offloaded = partial(self._part, streamed, weights)
+                first(within, offloaded, _FINE_PARTS)
+                first(beyond, offloaded, _FINE_PARTS)
             if self._forced.offloaded_weights is None:
-                away = partial(self._away, streamed, keep)
-                bisect_left(range(most_away + 1), True, key=partial(within, away))
+                for keep in (Keep.RECOMPUTE, _SMALLEST):
+                    first(within, partial(self._away, streamed, keep), most_away)
         self._probes |= {choice for choice, c in self._seen.items() if choice not in before and not c.is_predicted}
 
-    def _part(self, streamed: float, keep: Keep, weights: frozenset[str], part: int) -> Candidate:
-        return self._alike(part / _FINE_PARTS, streamed, keep, weights)
+    def _part(self, streamed: float, weights: frozenset[str], part: int) -> Candidate:
+        return self._alike(part / _FINE_PARTS, streamed, Keep.RECOMPUTE, weights)
 
     def _away(self, streamed: float, keep: Keep, count: int) -> Candidate:
         return self._alike(1.0, streamed, keep, frozenset(layer.name for layer in self.workload.repeated[:count]))
