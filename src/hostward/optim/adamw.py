@@ -527,7 +527,8 @@ class AdamW(torch.optim.Optimizer):
         if self._grad_dtype is not None:
             known = self._places, self._tracked, self._states, self._summed
             to_cast = accumulate_in(self._grad_dtype, *known, sums_on_host=self._sums_on_host)
-        self._grad_hooks = GradientHooks(self._tracked, self._executor, summed, to_cast, self.tied, leave)
+        late = {r.name for s in self._states if s.placement.offloaded for r in s.bucket.ranges}
+        self._grad_hooks = GradientHooks(self._tracked, self._executor, summed, to_cast, late, self.tied, leave)
         if self._sharded is not None:
             self._sharded.close()
             self._sharded = None

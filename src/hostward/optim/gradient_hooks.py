@@ -167,6 +167,7 @@ class GradientHooks:
         taker: receives each gradient that has become final, and those of `summed` in every microbatch.
         summed: names of parameters whose gradients are accumulated on the host.
         cast: names of those whose gradients autograd leaves in their dtype, to be accumulated in fp32 in `.grad`.
+        late: names of those whose gradients may be read from device memory after step() has returned.
         tied: parameters that wait until `add_up_tied`, because another stage has the other part of their gradient.
         leave: called with the name of each parameter of which backward has made a gradient.
     """
@@ -177,6 +178,7 @@ class GradientHooks:
         taker: Taker,
         summed: Set[str] = frozenset(),
         cast: Set[str] = frozenset(),
+        late: Set[str] = frozenset(),
         tied: Tied | None = None,
         leave: Callable[[str], None] | None = None,
     ) -> None:
@@ -185,7 +187,7 @@ class GradientHooks:
         self._shapes = {t.name: t.local.shape for t in tracked}
         self._taker = taker
         self.summed = summed
-        self._cast = cast
+        self._cast, self._late = cast, late
         self.tied = Tied({}) if tied is None else tied
         self._leave = leave
         self._placeholders: dict[str, OffloadedGrad] = {}
@@ -410,7 +412,8 @@ class GradientHooks:
                 fix="clear all of them with optimizer.zero_grad(), or none",
             )
         grad = None  # which would count as held
-        self.held |= _held_elsewhere(found)
+        if self._late:
+            self.held |= _held_elsewhere(t for t in found if t.name in self._late)
         return found
 
     def clipping(
