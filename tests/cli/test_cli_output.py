@@ -1,7 +1,8 @@
-"""What the command line writes to stderr."""
+"""What the command line writes to stderr, and how it ends where nobody reads its output."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -11,9 +12,10 @@ import threading
 from pathlib import Path
 
 import pytest
+from rich.table import Table
 
 from hostward.cli import main, ranks
-from hostward.cli.output import wrapped
+from hostward.cli.output import print_tables, wrapped
 
 
 @pytest.mark.parametrize(
@@ -151,3 +153,14 @@ def test_the_first_line_comes_before_torch_is_imported(command: str, says: str) 
     assert says in done.stderr.splitlines()[0]
     assert done.stderr.splitlines()[0].endswith("; loading PyTorch")
     assert done.stdout == ""
+
+
+def test_a_reader_that_is_gone_is_told_from_a_failure() -> None:
+    """Seen red: rich ends the program with 1, which of `verify` says that bits differ."""
+    read, write = os.pipe()
+    os.close(read)
+    stream = os.fdopen(write, "w")
+    with pytest.raises(BrokenPipeError):
+        print_tables([Table("a")], stream)
+    with contextlib.suppress(BrokenPipeError):
+        stream.close()

@@ -165,9 +165,14 @@ def _filled(text: str, width: int, first: str, later: str) -> str:
 
 
 def print_tables(tables: Sequence[Any], stream: TextIO) -> None:
+    """Print tables of rich. Raises BrokenPipeError where the reader of the stream is gone."""
     from rich.console import Console
 
-    console = Console(file=stream)
+    class Tables(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # rich calls this while it handles the error; of itself it exits with 1
+
+    console = Tables(file=stream)
     for table in tables:
         console.print(table)
 
