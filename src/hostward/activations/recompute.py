@@ -331,7 +331,7 @@ class _Call:
         self._function, self._owners = function, owners
         self._positional, self._names, self._rest = positional, names, rest
         self._weights = self._present()
-        self._memory = [_memory_of(weight) for weight in self._weights]
+        self._memory = _memory_of(self._weights)
         self._versions = [weight._version for weight in self._weights]
 
     def _present(self) -> list[torch.nn.Parameter]:
@@ -340,7 +340,7 @@ class _Call:
 
     def __call__(self, *inputs: Any) -> Any:
         weights = self._present()
-        if list(map(id, weights)) != list(map(id, self._weights)) or list(map(_memory_of, weights)) != self._memory:
+        if list(map(id, weights)) != list(map(id, self._weights)) or _memory_of(weights) != self._memory:
             raise ModelError(
                 "a weight of a module that is recomputed was replaced between forward and backward",
                 why="recomputed tensors would have other values than in forward",
@@ -358,10 +358,11 @@ class _Call:
 
 
 @unfenced
-def _memory_of(weight: torch.Tensor) -> int:
-    """Return what identifies a weight's memory: its storage object, which stays where weights are offloaded."""
-    local = local_of(weight)
-    return local.untyped_storage()._cdata if plain_type(local) in (torch.Tensor, torch.nn.Parameter) else 0
+def _memory_of(weights: Sequence[torch.Tensor]) -> list[int]:
+    """Return what identifies each weight's memory: its storage object, which stays where weights are offloaded."""
+    parts = map(local_of, weights)
+    plain = torch.Tensor, torch.nn.Parameter
+    return [part.untyped_storage()._cdata if plain_type(part) in plain else 0 for part in parts]
 
 
 @_disable_dynamo

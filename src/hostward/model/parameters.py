@@ -279,11 +279,8 @@ def with_module(params: object, module: torch.nn.Module | None) -> tuple[object,
 
 def frozen_in(params: object) -> frozenset[int]:
     """Return the ids of the parameters without requires_grad, if `params` is a module; no others are left out of it."""
-    return (
-        frozenset(id(p) for p in params.parameters() if not p.requires_grad)
-        if isinstance(params, torch.nn.Module)
-        else frozenset()
-    )
+    parameters = params.parameters() if isinstance(params, torch.nn.Module) else ()
+    return frozenset(id(p) for p in parameters if not p.requires_grad)
 
 
 def _listed(item: Any) -> Any:

@@ -65,9 +65,8 @@ def accumulate_in(
     if places.sharding is not None:  # which adds up in the dtype of the gathered weights
         places.sharding.accumulate_in(dtype, _left_as_they_are(places.sharding, on_host))
         return frozenset()
-    once = (
-        _used_once(buckets, {id(t.parameter) for t in tracked if places.is_tied(t.parameter)}) if sums_on_host else ()
-    )
+    tied = {id(t.parameter) for t in tracked if places.is_tied(t.parameter)}
+    once = _used_once(buckets if sums_on_host else [], tied)
     kept = set().union(*on_host)
     cast = []
     for t in tracked:

@@ -184,17 +184,15 @@ class Frontier:
         beside = replace(budgets, device_bytes=None)
         device = Budgets(budgets.device_bytes, phases=budgets.phases)
 
-        def within(line: Callable[[int], Candidate], part: int) -> bool:
-            return not device.over(line(part).needs)
+        def within(candidate: Candidate) -> bool:
+            return not device.over(candidate.needs)
 
-        def beyond(line: Callable[[int], Candidate], part: int) -> bool:
-            return bool(beside.over(line(part).needs))
+        def beyond(candidate: Candidate) -> bool:
+            return bool(beside.over(candidate.needs))
 
-        def first(
-            reached: Callable[[Callable[[int], Candidate], int], bool], line: Callable[[int], Candidate], last: int
-        ) -> None:
-            if reached(line, last):
-                bisect_left(range(last), True, key=partial(reached, line))
+        def first(reached: Callable[[Candidate], bool], line: Callable[[int], Candidate], last: int) -> None:
+            if reached(line(last)):
+                bisect_left(range(last), True, key=lambda part: reached(line(part)))
 
         for streamed in (0.0, 1.0):
             for weights in self._weight_sets():
