@@ -69,6 +69,20 @@ def assert_each_fits(cli: Cli, printed: str) -> list[tuple[str, list[str]]]:
             ["--seq 16384 --batch 32 --micro-batch 1 --reshard"],
         ),
         ("deepseek-v3", "--hardware h200 --host-memory 500GiB --gpus 8", ["--gpus 128 --host-memory 8000GiB"]),
+        (
+            "qwen2.5 32b",
+            "--hardware rtx-4090 --host-memory 256GiB --gpus 4 --batch 8",
+            [
+                "--reshard --hardware rtx-4090 --gpus 4 --host-memory 256GiB optimizer.exp_avg_dtype=fp8",
+                "--reshard --hardware rtx-4090 --gpus 4 --host-memory 472.1GiB",
+                "--reshard --hardware rtx-4090 --gpus 4 --device-memory 73.7GiB",
+            ],
+        ),
+        (
+            "deepseek-v3",
+            "--hardware h200 --host-memory 1500GiB --gpus 8 --batch 8",
+            ["--gpus 64", "--reshard --hardware h200 --gpus 8 --device-memory 994.8GiB"],
+        ),
     ],
 )
 def test_each_command_that_is_printed_fits(cli: Cli, tmp_path: Path, name: str, words: str, kinds: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -33,6 +34,9 @@ for 144.3 GB, and released memory in every iteration (benchmarks/results,
 HOST_RESERVE_SHARE = 0.1
 """Share left for the system and the process itself."""
 _WORTH_IT = 0.005
+_MUCH_LESS = 0.95
+_RESHARDED = "layers resharded after forward"
+_LIMITS = ("host", "pinned", "device")
 _MOST_DOUBLINGS = 6
 """Of the number of GPUs, in the search for how many it takes."""
 _FEWEST_TOKENS = 256
@@ -192,11 +196,7 @@ def answer(question: Question, required: Required) -> Answer:
     gpu, device_bytes = question.hardware.gpu, question.budgets.device_bytes
     most_bytes = gpu.memory_bytes if gpu and device_bytes is not None and device_bytes <= gpu.memory_bytes else None
     frontier = Frontier(question.workload, speeds, required, question.forced, most_bytes)
-    # What a search around the limits finds is not found again within others.
-    known: Sequence[Candidate] = ()
-    if not frontier.fits(question.budgets):
-        frontier.approach(question.budgets)  # to tell what is missing, however much that is
-        known = frontier.candidates
+    known = _approached(frontier, question.budgets)
     chosen = frontier.best_at_last(question.budgets)
     nearest = chosen or frontier.nearest(question.budgets)
     fixes = [] if chosen else _fixes(question, frontier, known, required)
@@ -234,7 +234,6 @@ def _fixes(question: Question, frontier: Frontier, known: Sequence[Candidate], r
         known: the candidates that the frontier has within any budgets.
     """
     found, speeds = list[Fix](), frontier.costs.speeds
-    over = question.budgets.over(frontier.nearest(question.budgets).needs)
     unpinned = replace(question.workload, pin_gradients=False, pin_weights=False)
     limited = question.budgets.pinned_bytes is not None and question.workload != unpinned
     if limited and _fits(replace(question, workload=unpinned), speeds):
@@ -247,23 +246,72 @@ def _fixes(question: Question, frontier: Frontier, known: Sequence[Candidate], r
         # Options that pin less go with those that offload.
         pinned = replace(question.workload, pin_gradients=True, pin_weights=True)
         found += [fix] if _fits(replace(question, workload=pinned, forced=Forced()), speeds) else []
-    smaller = _smaller(question, speeds, required, over)
+    changes = _changes(question, frontier, known, required)
     if question.workload.ranks > 1 and not question.workload.resharded:
-        tried = replace(question, workload=replace(question.workload, resharded=True))
-        if _fits(tried, speeds):
-            found.append(Fix("layers resharded after forward", resharded=True))
-        elif (both := _smaller(tried, speeds, required, over)) and _keeps_more(both, smaller):
-            smaller = replace(both, what=f"{both.what}, layers resharded after forward", resharded=True)
-    found += [fix for fix in (smaller, _smaller_state(question, speeds)) if fix]
-    raised = [_raised(question, name, known) for name in ("host", "pinned", "device")]
-    if not any(raised):
-        nearest = needed(frontier.nearest(question.budgets).needs, question.budgets.phases)
-        raised = [_limits(question, {name: nearest[name] for name in over})]
-    every = [fix for fix in (*found, *raised, _more_gpus(question)) if fix]
+        again = replace(question, workload=replace(question.workload, resharded=True))
+        required = required_of(again.workload)
+        other = Frontier(again.workload, speeds, required, again.forced)
+        known = _approached(other, again.budgets)
+        if other.fits_at_last(again.budgets):
+            found.append(Fix(_RESHARDED, resharded=True))
+        else:
+            changes = _with_resharding(changes, _changes(again, other, known, required))
+    every = [fix for fix in (*found, *changes.values(), _more_gpus(question)) if fix]
     if all(_is_beyond(fix, question.hardware) for fix in every):
         every = [*_larger_gpus(question), *every]
     # What no GPU has comes last.
     return sorted(every, key=_is_beyond)
+
+
+def _approached(frontier: Frontier, budgets: Budgets) -> Sequence[Candidate]:
+    """Return the candidates that tell what is missing, however much that is; none where something fits.
+
+    They are found again within other budgets, and what a search around these limits finds is not.
+    """
+    if frontier.fits(budgets):
+        return ()
+    frontier.approach(budgets)
+    return frontier.candidates
+
+
+def _changes(
+    question: Question, frontier: Frontier, known: Sequence[Candidate], required: Required
+) -> dict[str, Fix | None]:
+    """Find changes of sizes, dtypes and budgets that are each enough, by what they change.
+
+    Where no raise of one budget is enough, it is that of all that are exceeded.
+    """
+    budgets, speeds = question.budgets, frontier.costs.speeds
+    nearest = frontier.nearest(budgets).needs
+    over = budgets.over(nearest)
+    found = {"sizes": _smaller(question, speeds, required, over), "state": _smaller_state(question, speeds)}
+    raised = {name: _raised(question, name, known) for name in _LIMITS}
+    if not any(raised.values()):
+        most = needed(nearest, budgets.phases)
+        raised["all"] = _limits(question, {name: most[name] for name in over})
+    return found | raised
+
+
+def _with_resharding(asked: Mapping[str, Fix | None], again: Mapping[str, Fix | None]) -> dict[str, Fix | None]:
+    """Return what changes of the question as asked are enough, or with layers resharded where that spares much."""
+    found = dict(asked)
+    for kind, fix in again.items():
+        if fix is not None and _spares(fix, found.get(kind)):
+            found[kind] = replace(fix, what=f"{fix.what}, {_RESHARDED}", resharded=True)
+    if any(found[name] for name in _LIMITS):
+        found.pop("all", None)
+    return found
+
+
+def _spares(fix: Fix, other: Fix | None) -> bool:
+    """Return whether a fix leaves sequences longer than another one of its kind, or raises budgets by much less."""
+    if other is None:
+        return True
+    pairs = [(fix.device_bytes, other.device_bytes), (fix.host_bytes, other.host_bytes)]
+    pairs.append((fix.pinned_bytes, other.pinned_bytes))
+    sizes = [(ours or 0, theirs or 0) for ours, theirs in pairs]
+    less = all(ours <= theirs for ours, theirs in sizes) and any(ours < _MUCH_LESS * theirs for ours, theirs in sizes)
+    return less or (fix.sequence_tokens or math.inf) > (other.sequence_tokens or math.inf)
 
 
 def _smaller_state(question: Question, speeds: Speeds) -> Fix | None:
@@ -302,13 +350,6 @@ def stored_in(question: Question, form: StateFormat) -> Workload | None:
         return sharded(in_format(whole, form), asked.ranks, reduced_in_fp32=in_fp32, resharded=resharded)
     except UndividedError:
         return None
-
-
-def _keeps_more(fix: Fix, other: Fix | None) -> bool:
-    """Return whether a fix leaves sequences longer than another one."""
-    if other is None or other.sequence_tokens is None:
-        return other is None
-    return fix.sequence_tokens is None or fix.sequence_tokens > other.sequence_tokens
 
 
 def _fits(question: Question, speeds: Speeds) -> bool:
@@ -403,7 +444,7 @@ def _as_many(question: Question, budgets: Budgets, asked_as: Callable[[bool], tu
     parts = [_cards(question, question.gpus), f"{_as_asked(host)} of host memory"]
     parts += [f"{_as_asked(pinned)} of pinned memory"] if "pinned" in limits else []
     again = resharded and not asked.resharded
-    parts += ["layers resharded after forward"] if again else []
+    parts += [_RESHARDED] if again else []
     return Fix(
         ", ".join(parts),
         host_bytes=host,
@@ -481,7 +522,7 @@ def _machines(question: Question, ranks: int, step_sequences: int | None, *, res
     host, pinned = (limits[name] * ranks if name in limits else None for name in ("host", "pinned"))
     parts = [f"{cards}, as in {count} machines like this one (for memory: seconds are predicted for one machine)"]
     parts += [f"{_as_asked(host)} of host memory in all"] if host is not None else []
-    parts += ["layers resharded after forward"] if resharded else []
+    parts += [_RESHARDED] if resharded else []
     parts += [f"a step of {_sequences(step_sequences)}"] if step_sequences else []
     return Fix(
         ", ".join(parts),
