@@ -73,7 +73,12 @@ def test_gradients_sleep_between_microbatches_and_before_the_step(mix: str | Non
 
 
 def large(nbytes: int = LARGE_BYTES) -> tuple[torch.nn.Module, hostward.AdamW]:
-    """All on the device: 10 bytes of state and 2 of weights for each parameter, so many bytes in all."""
+    """All on the device: 10 bytes of state and 2 of weights for each parameter, so many bytes in all.
+
+    In memory of its own: what lies in a segment of torch's cache keeps all of that segment.
+    """
+    gc.collect()  # optimizers of other tests give their memory to the cache when they go
+    torch.cuda.empty_cache()
     width = 8192
     layers = nbytes // (12 * width * width)
     with torch.device("cuda"):
@@ -142,8 +147,7 @@ def test_no_room_on_the_device_leaves_everything_asleep() -> None:
     model, optimizer = large(GIB)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer.sleep()
-    gc.collect()  # optimizers of other tests give memory to torch's cache when they go, which the limit does not bound
-    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() < GIB // 2, torch.cuda.memory_summary()
     torch.cuda.set_per_process_memory_fraction(0.001)
     try:
         with pytest.raises(hostward.errors.MemoryLimitError, match="call wake"):

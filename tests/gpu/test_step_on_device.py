@@ -195,6 +195,7 @@ def test_h65_a_step_of_many_buckets_is_issued_while_the_device_is_busy(mix: str,
     assert issued_s < 0.5 * passed_s
 
 
+@pytest.mark.alone  # in turns with other processes, the anchor of the two clocks is as far off as a turn is long
 def test_what_the_host_has_clocked_lies_between_the_copies_before_and_behind_it() -> None:
     """One clock is the host's, the other the device's."""
     model, optimizer = make(torch.bfloat16, **MIXES["host"])
