@@ -520,7 +520,8 @@ class AdamW(torch.optim.Optimizer):
         watched = self._tracked if self._by_hooks else []
         root = self._places.root if watched else None
         self._watch = WeightWatch(watched, self._executor.wait_for_all, root, self._frozen)
-        self._fence = WeightFence(self._executor, self._watch, self._tracked, layers) if self._fenced else None
+        fenced = self._executor, self._watch, self._tracked, layers, root
+        self._fence = WeightFence(*fenced) if self._fenced else None
         summed = {r.name for b in self._summed for r in self._states[b].bucket.ranges}
         leave = None if self._fence is None else self._fence.leave
         to_cast: Set[str] = frozenset()

@@ -9,6 +9,7 @@ until its forward, and again after it.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from hostward.model.fence import Fence, down, readers_of, up
+from hostward.model.forward_code import layers_that_take_data
 from hostward.model.layer_hooks import forget_compiled
 from hostward.model.parameter_names import plain_name
 from hostward.model.parameters import ParamRecord
@@ -178,16 +180,22 @@ def _report(arrivals: Any, layers: tuple[str, ...]) -> None:
 class WeightFence:
     """WeightFence makes readers wait for weights, and reports to the watch what may be written unnoticed.
 
-    Within forward it is down for the layers that have been entered: their weights are there, so their operations cost
-    nothing more. Elsewhere it stays up although nothing may be pending: `p.data` hands out memory that is written
-    without the weight's version counter, at any time.
+    Within forward it is down for the layers that have been entered, unless their code may write a weight through
+    `.data`: their weights are there, so their operations cost nothing more. Elsewhere it stays up although nothing may
+    be pending: `p.data` hands out memory that is written without the weight's version counter, at any time.
 
     Args:
         layers: of each tracked parameter, by name, the layer with whose forward it is used.
+        root: the module whose forward uses them, if it is known. Where its code takes `.data`, the fence stays up.
     """
 
     def __init__(
-        self, executor: StepExecutor, watch: WeightWatch, tracked: Sequence[ParamRecord], layers: Mapping[str, str]
+        self,
+        executor: StepExecutor,
+        watch: WeightWatch,
+        tracked: Sequence[ParamRecord],
+        layers: Mapping[str, str],
+        root: torch.nn.Module | None,
     ) -> None:
         self._executor = executor
         parameters = [t.parameter for t in tracked]
@@ -199,12 +207,18 @@ class WeightFence:
             of_layer.setdefault(layers[t.name], []).append(t.parameter)
         self._of_layer = {layer: self._fence.entries(held) for layer, held in of_layer.items()}
         self._down: set[str] = set(self._of_layer)
+        self._root, self._at = root, {id(t.parameter): layers[t.name] for t in tracked}
         self.raise_all()
+
+    @functools.cached_property
+    def _stay_up(self) -> frozenset[str]:
+        """Return the layers in whose forward it stays up; first asked in forward, when all hooks are there."""
+        return frozenset() if self._root is None else layers_that_take_data(self._root, self._at)
 
     def enter(self, layer: str) -> None:
         """Wait for the weights of a layer before its forward, which then sees plain ones."""
         self._executor.wait_for_params(layer)
-        if layer in self._of_layer and layer not in self._down:
+        if layer in self._of_layer and layer not in self._down and layer not in self._stay_up:
             self._down.add(layer)
             down(self._of_layer[layer])
 

@@ -6,6 +6,7 @@ weight is on the device when autograd needs it; `Weight.held` prevents that memo
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from hostward.config.arguments import named_fields, require_fewer, require_whole
 from hostward.errors import ConfigError, HostwardError, OrderingError
 from hostward.model.autograd import raise_modified, tensors_of
 from hostward.model.fence import Fence, down, plain_type, unfenced, up, without_functions
+from hostward.model.forward_code import layers_that_take_data
 from hostward.model.layer_hooks import Mark, PostForwardHook, PreBackwardHook, PreForwardHook
 from hostward.model.layers import Runs
 from hostward.model.parameters import groups_of, local_of
@@ -136,7 +138,7 @@ class OffloadedWeights:
         gathered = None if sharding is None else GatheredLayers(sharding, layers, count)
         copies = None if optimizer is None else optimizer.weight_copies()
         chosen = choose(model, layers, count, copies, backend, how.min_elements, gathered)
-        self._copies, self._backend, self._chosen = copies, backend, chosen
+        self._model, self._copies, self._backend, self._chosen = model, copies, backend, chosen
         self.count = len(chosen.layers)
         """Offloaded layers, or FSDP2 groups of them."""
         self._layers = len(layers) if gathered is None else len(gathered.names)
@@ -337,11 +339,17 @@ class OffloadedWeights:
         self.residency.sweep((*self._stack, number))
         self.residency.prefetch(number)
 
+    @functools.cached_property
+    def _stay_up(self) -> frozenset[int]:
+        """Return the layers whose fence stays up while they run, because their code may write through `.data`."""
+        at = {id(w.parameter): number for number, w in self._of_storage.values()}
+        return layers_that_take_data(self._model, at)
+
     def use(self, number: int) -> None:
         """Make the compute stream wait for a layer's weights, and lower their fence."""
         if number < self.count:
             self.residency.ensure(number)
-            if number in self._entries and number not in self._down:
+            if number in self._entries and number not in self._down and number not in self._stay_up:
                 self._down.add(number)
                 down(self._entries[number])
 

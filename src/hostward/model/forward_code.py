@@ -1,0 +1,120 @@
+"""Tell from the code of forward, without running it, whether it takes `.data` of a tensor.
+
+A write in place through `.data` moves no version counter, and within forward of a layer the fence is down
+(`hostward.optim.forward_hooks`). So where code takes `.data`, it stays up.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, TypeVar
+
+import torch
+
+_Layer = TypeVar("_Layer")
+_NOT_FOLLOWED = {"torch", "hostward"}
+
+
+def layers_that_take_data(root: torch.nn.Module, layers: Mapping[int, _Layer]) -> frozenset[_Layer]:
+    """Return the layers with a weight whose module, or one around it, may take `.data` in forward.
+
+    Args:
+        root: the module that is trained.
+        layers: the layer of each parameter, by its id.
+    """
+    known: dict[type, bool] = {}
+    found: set[_Layer] = set()
+    for module in root.modules():
+        if _takes_data(module, known):
+            found |= {layers[id(p)] for p in module.parameters() if id(p) in layers}
+    return frozenset(found)
+
+
+def _takes_data(module: torch.nn.Module, known: dict[type, bool]) -> bool:
+    """Return whether forward of a module or its hooks may take `.data`; `known`: the answers of classes so far."""
+    kind = type(module)
+    if kind not in known:
+        known[kind] = _Walk(module).reaches([inspect.getattr_static(kind, "forward", None)])
+    own = [module.__dict__.get("forward"), *module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return known[kind] or _Walk(module).reaches(own)
+
+
+class _Walk:
+    """Follow functions to those that they name: methods of the same module, of its attributes, and of other modules of
+    Python. Those of torch and of hostward are not followed.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._seen: set[CodeType] = set()
+
+    def reaches(self, functions: Iterable[Any]) -> bool:
+        """Return whether one of these functions, or one that they call, takes `.data`."""
+        left = [found for function in functions for found in _plain(function)]
+        while left:
+            function = left.pop()
+            code = function.__code__
+            if code in self._seen or _is_known(function.__module__):
+                continue
+            self._seen.add(code)
+            names = set(_names(code))
+            if "data" in names:
+                return True
+            for called in self._named(function, names):
+                left += _plain(called)
+        return False
+
+    def _named(self, function: FunctionType, names: set[str]) -> Iterator[Any]:
+        """Yield what a function's names may stand for."""
+        yield from (cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell))
+        module, held = self._module, {**self._module.__dict__, **self._module._modules}
+        for name in names:
+            yield inspect.getattr_static(type(module), name, None)
+            for found in (held.get(name), function.__globals__.get(name)):
+                yield found
+                if isinstance(found, ModuleType) and not _is_known(found.__name__):
+                    yield from (vars(found).get(other) for other in names)
+                elif found is not None and not isinstance(found, (torch.Tensor, FunctionType)):
+                    kind = found if isinstance(found, type) else type(found)
+                    yield from (inspect.getattr_static(kind, other, None) for other in names)
+
+
+def _plain(found: Any) -> Iterator[FunctionType]:
+    """Yield the functions of Python behind a callable: of a method, a partial, a property, a decorator, an object."""
+    for _ in range(8):
+        if isinstance(found, FunctionType):
+            yield found
+            found = getattr(found, "__wrapped__", None)
+        elif isinstance(found, (MethodType, staticmethod, classmethod)):
+            found = found.__func__
+        elif isinstance(found, functools.partial):
+            found = found.func
+        elif isinstance(found, property):
+            found = found.fget
+        elif found is None or isinstance(found, (type, torch.Tensor, torch.nn.Module)):
+            return
+        else:
+            found = inspect.getattr_static(type(found), "__call__", None)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+        elif isinstance(constant, str) and constant == "data":  # getattr(weight, "data")
+            yield constant
+
+
+def _is_known(name: str | None) -> bool:
+    return name is not None and name.partition(".")[0] in _NOT_FOLLOWED
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # not assigned yet
+        return False
