@@ -39,9 +39,24 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def network(dtype: torch.dtype) -> torch.nn.Sequential:
+class Limited(torch.nn.Linear):
+    """Limits its own weight, behind torch's back."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data.clamp_(-0.02, 0.02)
+        return super().forward(x)
+
+
+class LimitedInTheUsualWay(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.02, 0.02)
+        return super().forward(x)
+
+
+def network(dtype: torch.dtype, linear: type[torch.nn.Linear] = torch.nn.Linear) -> torch.nn.Sequential:
     torch.manual_seed(0)
-    layers = [torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Tanh()) for _ in range(6)]
+    layers = [torch.nn.Sequential(linear(512, 512), torch.nn.Tanh()) for _ in range(6)]
     return torch.nn.Sequential(*layers).to("cuda", dtype)
 
 
@@ -133,10 +148,11 @@ def run(
     *,
     context: bool = True,
     away: bool = False,
+    linear: type[torch.nn.Linear] = torch.nn.Linear,
     **options: Any,
 ) -> list[torch.Tensor]:
     """What the program saw, and the weights at the end."""
-    model = network(dtype)
+    model = network(dtype, linear)
     optimizer = hostward.AdamW(model, lr=1e-2, max_grad_norm=1.0, **MIXES[mix], **options)
     kept: Kept = {"views": [p.data for p in model.parameters()]} if program == "views_kept" else {}
     attached = hostward.attach(model, optimizer, weights=4, layers=list(model)) if away else None
@@ -185,6 +201,14 @@ def test_with_weights_away(program: str) -> None:
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_without_the_fence_they_are_not(program: str) -> None:
     assert not same(run(program, "host", fence=False), run(program, "device"))
+
+
+def test_layers_may_write_their_own_weights_in_forward() -> None:
+    expected = run("norms", "device", linear=LimitedInTheUsualWay)
+    assert not same(run("norms", "device"), expected)
+    for mix in MIXES:
+        assert same(run("norms", mix, linear=Limited), expected), mix
+    assert same(run("norms", "host", away=True, linear=Limited), expected)
 
 
 def test_reading_waits_on_the_device_alone(no_host_waits: Callable[[], Any]) -> None:

@@ -163,6 +163,7 @@ def run(
     dtype: torch.dtype = torch.float32,
     kind: type[Net] = Net,
     compiled: bool = False,
+    **forward_options: Any,
 ) -> dict[str, torch.Tensor]:
     model = kind(dtype)
     if way is not None:
@@ -180,7 +181,7 @@ def run(
         optimizer.zero_grad()
         for i in range(2):
             with microbatch(optimizer, step % 2 == 0, i == 1):
-                loss_of(forward, 2 * step + i).backward()
+                loss_of(forward, 2 * step + i, **forward_options).backward()
         optimizer.step()
         assert {type(p) for p in model.parameters()} == {FencedParameter}
     if attached is not None:
@@ -222,6 +223,13 @@ def test_the_model_writes_weights_of_its_layers(mix: str, away: bool) -> None:
     if away and mix != "host":
         return
     assert_equal(run(None, mix, kind=WholeNet, away=away), usual())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("away", [False, True])
+def test_in_layers_that_are_checkpointed(reentrant: bool, away: bool) -> None:
+    """Their forward runs once more in backward, and writes what is there already."""
+    assert_equal(run(WAYS["in forward"], "host", away=away, reentrant=reentrant), usual(reentrant=reentrant))
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
