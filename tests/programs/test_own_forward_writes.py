@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from optimizer_cases import assert_equal, snapshot
 
 import hostward
 from hostward.model.fence import FencedParameter
+from hostward.model.forward_code import layers_that_take_data
 from hostward.runtime.simulated.backend import Order, SimulatedBackend
 
 LIMIT = 0.12
@@ -69,6 +71,11 @@ class InFunction(Block):
 class InHelper(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.limiter.limit_it(self.up.weight)
+        return super().forward(x)
+
+
+class Inherited(InForward):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x)
 
 
@@ -142,6 +149,7 @@ def of_class(kind: type[Block]) -> Callable[[Block], None]:
 
 WAYS: dict[str, Callable[[Block], None]] = {
     "in forward": of_class(InForward),
+    "in what it inherits": of_class(Inherited),
     "in a method": of_class(InMethod),
     "in a function": of_class(InFunction),
     "by name": of_class(ByName),
@@ -236,6 +244,20 @@ def test_in_layers_that_are_checkpointed(reentrant: bool, away: bool) -> None:
 @pytest.mark.parametrize("way", ["in forward", "in a function", "in a part"])
 def test_compiled(way: str) -> None:
     assert_equal(run(WAYS[way], "mixed", compiled=True), usual())
+
+
+def test_a_forward_may_name_what_is_gone_or_not_there_yet() -> None:
+    class Names(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x is None:
+                self.gone.limit_it(x, later)
+            return super().forward(x)
+
+    model, limiter = Names(4, 4), Limiter()
+    model.gone = weakref.proxy(limiter)
+    del limiter
+    assert layers_that_take_data(model, {id(model.weight): "layer"}) == frozenset()
+    later = None
 
 
 def test_code_that_takes_no_data_costs_nothing() -> None:

@@ -37,7 +37,7 @@ def _takes_data(module: torch.nn.Module, known: dict[type, bool]) -> bool:
     """Return whether forward of a module or its hooks may take `.data`; `known`: the answers of classes so far."""
     kind = type(module)
     if kind not in known:
-        known[kind] = _Walk(module).reaches([inspect.getattr_static(kind, "forward", None)])
+        known[kind] = _Walk(module).reaches(_of_class(kind, {"forward"}))
     own = [module.__dict__.get("forward"), *module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     return known[kind] or _Walk(module).reaches(own)
 
@@ -71,33 +71,39 @@ class _Walk:
         """Yield what a function's names may stand for."""
         yield from (cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell))
         module, held = self._module, {**self._module.__dict__, **self._module._modules}
-        for name in names:
-            yield inspect.getattr_static(type(module), name, None)
-            for found in (held.get(name), function.__globals__.get(name)):
-                yield found
-                if isinstance(found, ModuleType) and not _is_known(found.__name__):
-                    yield from (vars(found).get(other) for other in names)
-                elif found is not None and not isinstance(found, (torch.Tensor, FunctionType)):
-                    kind = found if isinstance(found, type) else type(found)
-                    yield from (inspect.getattr_static(kind, other, None) for other in names)
+        yield from _of_class(type(module), names)
+        for found in (known.get(name) for known in (held, function.__globals__) for name in names):
+            yield found
+            kind = type(found)  # not isinstance(), which asks the object: a weak reference may be dead
+            if issubclass(kind, ModuleType):
+                parts: dict[str, Any] = vars(found)
+                yield from (parts.get(name) for name in names if not _is_known(parts.get("__name__")))
+            elif found is not None and not issubclass(kind, (torch.Tensor, FunctionType)):
+                yield from _of_class(found if issubclass(kind, type) else kind, names)
+
+
+def _of_class(kind: type, names: set[str]) -> Iterator[Any]:
+    """Yield what these names are in a class and in all that it inherits from."""
+    yield from (vars(base).get(name) for base in kind.__mro__ for name in names)
 
 
 def _plain(found: Any) -> Iterator[FunctionType]:
     """Yield the functions of Python behind a callable: of a method, a partial, a property, a decorator, an object."""
     for _ in range(8):
-        if isinstance(found, FunctionType):
+        kind = type(found)
+        if kind is FunctionType:
             yield found
             found = getattr(found, "__wrapped__", None)
-        elif isinstance(found, (MethodType, staticmethod, classmethod)):
+        elif issubclass(kind, (MethodType, staticmethod, classmethod)):
             found = found.__func__
-        elif isinstance(found, functools.partial):
+        elif issubclass(kind, functools.partial):
             found = found.func
-        elif isinstance(found, property):
+        elif issubclass(kind, property):
             found = found.fget
-        elif found is None or isinstance(found, (type, torch.Tensor, torch.nn.Module)):
+        elif found is None or issubclass(kind, (type, torch.Tensor, torch.nn.Module)):
             return
         else:
-            found = inspect.getattr_static(type(found), "__call__", None)
+            found = inspect.getattr_static(kind, "__call__", None)
 
 
 def _names(code: CodeType) -> Iterator[str]:
