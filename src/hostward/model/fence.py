@@ -58,7 +58,7 @@ class _Record:
     torch does not swap a tensor that has weak references (`nn.Module.to` of sharded parameters swaps).
     """
 
-    __slots__ = ("fenced", "key", "parameter", "plain", "readers", "up")
+    __slots__ = ("fenced", "key", "parameter", "plain", "readers", "up", "watched")
 
     def __init__(self, parameter: torch.Tensor, *, weak: bool) -> None:
         key = self.key = id(parameter)
@@ -68,8 +68,8 @@ class _Record:
         self.plain = _plain_class(parameter)
         self.fenced = _fenced_class(self.plain)
         self.readers: dict[int, Reader] = {}
-        self.up = 0
-        """Bit mask that says which fences are up; at 0 the class is the plain one."""
+        self.up = self.watched = 0
+        """Bit masks that say which fences are up, and which only report writes; at 0 the class is the plain one."""
 
 
 _RECORDS: dict[int, _Record] = {}
@@ -105,17 +105,22 @@ def up(entries: Sequence[tuple[_Record, int]]) -> None:
     """Raise a fence on these entries."""
     for record, bit in entries:
         record.up |= bit
+        record.watched &= ~bit
         parameter = record.parameter()
         if parameter is not None:
             parameter.__class__ = record.fenced
 
 
-def down(entries: Sequence[tuple[_Record, int]]) -> None:
-    """Lower a fence on these entries."""
+def down(entries: Sequence[tuple[_Record, int]], *, watched: bool = False) -> None:
+    """Lower a fence on these entries; `watched`: it still reports what can be written unnoticed, and waits for nothing.
+
+    Their weights are there.
+    """
     for record, bit in entries:
         record.up &= ~bit
+        record.watched = record.watched | bit if watched else record.watched & ~bit
         parameter = record.parameter()
-        if not record.up and parameter is not None:
+        if not (record.up or record.watched) and parameter is not None:
             parameter.__class__ = record.plain
 
 
@@ -218,8 +223,9 @@ def let_arrive(parameters: Sequence[torch.Tensor]) -> None:
         if record is None:  # made by `type(weight)(...)`: no fence is registered for it
             parameter.__class__ = _plain_class(parameter)
             continue
-        for reader in record.readers.values():
-            asked.setdefault(id(reader), (reader, []))[1].append(parameter)
+        for bit, reader in record.readers.items():
+            if not record.watched & bit:
+                asked.setdefault(id(reader), (reader, []))[1].append(parameter)
     for reader, wanted in asked.values():
         reader.read(wanted)
 
@@ -238,8 +244,12 @@ def _hand_out(parameter: torch.Tensor) -> None:
 
 def _expose(parameters: Sequence[torch.Tensor], alias: torch.Tensor | None) -> None:
     for parameter in parameters:
-        for reader in readers_of(parameter):
-            reader.exposed(parameter, alias)
+        record = _RECORDS.get(id(parameter))
+        if record is None:
+            continue
+        for bit, reader in record.readers.items():
+            if alias is not None or not record.watched & bit:  # within forward kernels take addresses, to read
+                reader.exposed(parameter, alias)
 
 
 def _fenced(values: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -266,7 +276,7 @@ class _plain:  # noqa: N801
     def __exit__(self, *_: object) -> None:
         for parameter in self._parameters:
             record = _RECORDS.get(id(parameter))
-            if record is not None and record.up:
+            if record is not None and (record.up or record.watched):
                 parameter.__class__ = record.fenced
 
 

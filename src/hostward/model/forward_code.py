@@ -1,7 +1,7 @@
 """Tell from the code of forward, without running it, whether it takes `.data` of a tensor.
 
 A write in place through `.data` moves no version counter, and within forward of a layer the fence is down
-(`hostward.optim.forward_hooks`). So where code takes `.data`, it stays up.
+(`hostward.optim.forward_hooks`). Where code takes `.data`, it reports what is handed out there, too.
 """
 
 from __future__ import annotations

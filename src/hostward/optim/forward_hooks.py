@@ -180,13 +180,14 @@ def _report(arrivals: Any, layers: tuple[str, ...]) -> None:
 class WeightFence:
     """WeightFence makes readers wait for weights, and reports to the watch what may be written unnoticed.
 
-    Within forward it is down for the layers that have been entered, unless their code may write a weight through
-    `.data`: their weights are there, so their operations cost nothing more. Elsewhere it stays up although nothing may
-    be pending: `p.data` hands out memory that is written without the weight's version counter, at any time.
+    Within forward it is down for the layers that have been entered: their weights are there, so their operations cost
+    nothing more. Only where a layer's code may write a weight through `.data` it still reports that. Elsewhere it stays
+    up although nothing may be pending: `p.data` hands out memory that is written without the weight's version counter,
+    at any time.
 
     Args:
         layers: of each tracked parameter, by name, the layer with whose forward it is used.
-        root: the module whose forward uses them, if it is known. Where its code takes `.data`, the fence stays up.
+        root: the module whose forward uses them, if it is known. Where its code takes `.data`, that is reported.
     """
 
     def __init__(
@@ -211,16 +212,16 @@ class WeightFence:
         self.raise_all()
 
     @functools.cached_property
-    def _stay_up(self) -> frozenset[str]:
-        """Return the layers in whose forward it stays up; first asked in forward, when all hooks are there."""
+    def _watched(self) -> frozenset[str]:
+        """Return the layers whose forward may write through `.data`; first asked in forward, when hooks are there."""
         return frozenset() if self._root is None else layers_that_take_data(self._root, self._at)
 
     def enter(self, layer: str) -> None:
         """Wait for the weights of a layer before its forward, which then sees plain ones."""
         self._executor.wait_for_params(layer)
-        if layer in self._of_layer and layer not in self._down and layer not in self._stay_up:
+        if layer in self._of_layer and layer not in self._down:
             self._down.add(layer)
-            down(self._of_layer[layer])
+            down(self._of_layer[layer], watched=layer in self._watched)
 
     def leave(self, name: str) -> None:
         """Raise the fence of a parameter's layer after backward has made its gradient.

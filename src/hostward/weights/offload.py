@@ -340,8 +340,8 @@ class OffloadedWeights:
         self.residency.prefetch(number)
 
     @functools.cached_property
-    def _stay_up(self) -> frozenset[int]:
-        """Return the layers whose fence stays up while they run, because their code may write through `.data`."""
+    def _watched(self) -> frozenset[int]:
+        """Return the layers whose forward may write weights through `.data`."""
         at = {id(w.parameter): number for number, w in self._of_storage.values()}
         return layers_that_take_data(self._model, at)
 
@@ -349,9 +349,9 @@ class OffloadedWeights:
         """Make the compute stream wait for a layer's weights, and lower their fence."""
         if number < self.count:
             self.residency.ensure(number)
-            if number in self._entries and number not in self._down and number not in self._stay_up:
+            if number in self._entries and number not in self._down:
                 self._down.add(number)
-                down(self._entries[number])
+                down(self._entries[number], watched=number in self._watched)
 
     def _raise(self, numbers: Iterable[int]) -> None:
         """Raise the fence of these layers after their operations."""
