@@ -296,6 +296,16 @@ def refusals() -> dict[str, str]:
     }
 
 
+def load_of_a_legacy_format(path: str) -> str:
+    """What is raised where state is loaded from a file of before February 2024, whatever is in it."""
+    use()
+    run = build("single", use_precision_aware_optimizer=False)
+    torch.save({0: {torch.float32: {"param": []}}}, path)
+    with pytest.raises(adapter.ModelError) as raised:
+        run.optimizer.load_parameter_state(path, update_legacy_format=True)
+    return str(raised.value)
+
+
 def step_after_weights_were_moved() -> str:
     """What is raised where fp32 main weights lie elsewhere, as after Megatron's `restore_from_cpu` on a GPU."""
     use()

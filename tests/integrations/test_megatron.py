@@ -399,6 +399,12 @@ def test_weights_that_were_moved_are_noticed(ranks: Ranks) -> None:
     assert "has been moved" in ranks.run(1, "megatron_edge_cases.step_after_weights_were_moved")[0]
 
 
+def test_state_of_a_legacy_format_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    """Seen red: Megatron read it. A whole file was loaded without an error, and no state was written."""
+    (raised,) = ranks.run(1, "megatron_edge_cases.load_of_a_legacy_format", path=str(tmp_path / "state"))
+    assert "optimizer_cpu_offload=False" in raised
+
+
 @pytest.mark.parametrize("clip", ["hostward", "megatron"])
 def test_skipped_steps_are_told(ranks: Ranks, clip: str) -> None:
     (told,) = ranks.run(1, "megatron_edge_cases.told_of_a_gradient_that_is_not_finite", clip=clip)

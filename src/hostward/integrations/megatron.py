@@ -456,6 +456,15 @@ def _refuse_to_clip(*_: Any, **__: Any) -> Any:
     )
 
 
+def _refuse_legacy(*_: Any, **__: Any) -> None:
+    """Raise ModelError: Megatron writes this format through `.data` of what it reads as state, which are copies."""
+    raise ModelError(
+        "load_parameter_state(update_legacy_format=True) with hostward's step",
+        why="checkpoints of before February 2024 are written to state in a way that cannot be noticed",
+        fix="load and save it once with optimizer_cpu_offload=False, and then the new one",
+    )
+
+
 class OffloadedChain(_Chain):  # type: ignore[misc]
     """Stands where Megatron makes its ChainedOptimizer: all parts that are offloaded are stepped together."""
 
@@ -1133,6 +1142,7 @@ class Offloading:
         reload_params, load = owner.reload_model_params, owner.load_state_dict
         if self.early:
             owner.clip_grad_norm = _refuse_to_clip
+        owner.load_parameter_state_from_dp_zero_legacy = _refuse_legacy
 
         def reloaded(state_dict: Any = None) -> None:
             reload_params(state_dict=state_dict)
