@@ -296,6 +296,16 @@ def refusals() -> dict[str, str]:
     }
 
 
+def load_of_a_legacy_format(path: str) -> str:
+    """What is raised where state is loaded from a file of before February 2024, whatever is in it."""
+    use()
+    run = build("single", use_precision_aware_optimizer=False)
+    torch.save({0: {torch.float32: {"param": []}}}, path)
+    with pytest.raises(adapter.ModelError) as raised:
+        run.optimizer.load_parameter_state(path, update_legacy_format=True)
+    return str(raised.value)
+
+
 def step_after_weights_were_moved() -> str:
     """What is raised where fp32 main weights lie elsewhere, as after Megatron's `restore_from_cpu` on a GPU."""
     use()
@@ -503,3 +513,40 @@ def cleared_late(written: bool = False, hooked: bool = True) -> list[Any]:
             found.append(str(error))
         adapter.stop_using()
     return found
+
+
+def zeroed_in_place(place: str) -> list[tuple[list[float | None], str]]:
+    """Norms and the bits of weights where gradients are set to None, and where zeros are written to them.
+
+    `place`: when zeros are written, "before" or "after" buffers are cleared, or by the "inner" optimizers.
+    """
+    found = []
+    for in_place in (False, True):
+        use(streamed_fraction=1.0)
+        run = build("single", overlap=True)
+        if in_place:
+            _zero_in_place(run, place)
+        norms = cases.train(run, 3, microbatches=2).grad_norms
+        run.optimizer.offloading.optimizer.wait()
+        cases.gather(run)
+        found.append((norms, cases.digest(run.chunks)))
+    return found
+
+
+def _zero_in_place(run: cases.Run, place: str) -> None:
+    """Let `train` write zeros."""
+    (chunk,), zero = run.chunks, run.optimizer.zero_grad
+    clear = chunk.zero_grad_buffer
+    if place == "after":
+        run.optimizer.zero_grad = lambda: zero(set_to_none=False)
+        return
+
+    def cleared() -> None:
+        if place == "before":
+            zero(set_to_none=False)
+        else:
+            for part in cases.inner_optimizers(run):
+                part.zero_grad(set_to_none=False)
+        clear()
+
+    chunk.zero_grad_buffer = cleared

@@ -325,6 +325,13 @@ def test_gradients_are_cleared_beside_forward(ranks: Ranks) -> None:
             assert "written between zero_grad_buffer() and the end of forward" in raised
 
 
+@pytest.mark.parametrize("place", ["before", "after", "inner"])
+def test_zeros_are_written_when_gradients_have_been_read(ranks: Ranks, place: str) -> None:
+    """Seen red: weights that were stepped with zeros, and an error after `zero_grad_buffer`."""
+    ((to_none, in_place),) = ranks.run(1, "megatron_edge_cases.zeroed_in_place", place=place)
+    assert in_place == to_none
+
+
 def test_gradients_beside_buffers_are_taken_when_they_are_reduced(ranks: Ranks) -> None:
     for early, late in ranks.run(2, "megatron_edge_cases.norms_with_gradients_beside_buffers"):
         assert early == late
@@ -390,6 +397,12 @@ def test_weights_of_several_dtypes_are_stepped(ranks: Ranks) -> None:
 
 def test_weights_that_were_moved_are_noticed(ranks: Ranks) -> None:
     assert "has been moved" in ranks.run(1, "megatron_edge_cases.step_after_weights_were_moved")[0]
+
+
+def test_state_of_a_legacy_format_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    """Seen red: Megatron read it. A whole file was loaded without an error, and no state was written."""
+    (raised,) = ranks.run(1, "megatron_edge_cases.load_of_a_legacy_format", path=str(tmp_path / "state"))
+    assert "optimizer_cpu_offload=False" in raised
 
 
 @pytest.mark.parametrize("clip", ["hostward", "megatron"])

@@ -365,6 +365,12 @@ class OffloadedHybrid(_Hybrid):  # type: ignore[misc]
         dummy.state[dummy.param_groups[0]["params"][0]] = {"step": torch.tensor(float(count))}
         return [dummy]
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of Megatron's tensors; with `set_to_none=False` in the buffers that they are views of."""
+        if not set_to_none:
+            self.shared.before_zeroing()
+        super().zero_grad(set_to_none)
+
     def dummy_step(self) -> None:
         """Do nothing: the state is there."""
 
@@ -447,6 +453,15 @@ def _refuse_to_clip(*_: Any, **__: Any) -> Any:
         "clip_grad_norm() before hostward's step",
         why="gradients are offloaded in backward, and norm and clipping are part of the step",
         fix='set clip_grad and step the ChainedOptimizer that get_megatron_optimizer returned, or use(clip="megatron")',
+    )
+
+
+def _refuse_legacy(*_: Any, **__: Any) -> None:
+    """Raise ModelError: Megatron writes this format through `.data` of what it reads as state, which are copies."""
+    raise ModelError(
+        "load_parameter_state(update_legacy_format=True) with hostward's step",
+        why="checkpoints of before February 2024 are written to state in a way that cannot be noticed",
+        fix="load and save it once with optimizer_cpu_offload=False, and then the new one",
     )
 
 
@@ -555,6 +570,7 @@ class Offloading:
             self._follow(chunk)
         for part in parts:
             if part.owner is not None:
+                self._follow_zeroing(part.owner)
                 self._follow_loads(part)
         self._name_parameters()
         self._cut = self._flat_shards()
@@ -870,10 +886,30 @@ class Offloading:
 
     def _before_clearing(self) -> None:
         """Forget gradients that are about to be cleared, where no step has been made with them."""
-        self._scale.clear()
         self._read_by_step = False
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget gradients with which no step has been made, and the factor that was to come."""
+        self._scale.clear()
         if self._made is not None and self._made.gradients_taken:
             self._made.discard_gradients()
+
+    def _follow_zeroing(self, owner: Any) -> None:
+        """Be told when a part of the chain writes zeros where its gradients are: in the buffers of model chunks."""
+        zero = owner.zero_grad
+
+        def zeroed(set_to_none: bool = True) -> None:
+            if not set_to_none:
+                self.before_zeroing()
+            zero(set_to_none)
+
+        owner.zero_grad = zeroed
+
+    def before_zeroing(self) -> None:
+        """Wait until gradients have been read that Megatron writes zeros to; it writes those of this rank's shards."""
+        self._forget()
+        self._wait_for_readers()
 
     def _require_cleared(self) -> None:
         """Raise OrderingError where gradients are taken that the last step was made with, or that add to those."""
@@ -1106,6 +1142,7 @@ class Offloading:
         reload_params, load = owner.reload_model_params, owner.load_state_dict
         if self.early:
             owner.clip_grad_norm = _refuse_to_clip
+        owner.load_parameter_state_from_dp_zero_legacy = _refuse_legacy
 
         def reloaded(state_dict: Any = None) -> None:
             reload_params(state_dict=state_dict)
