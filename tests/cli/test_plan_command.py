@@ -299,6 +299,15 @@ def test_weights_of_a_file_that_are_not_planned_are_named(
     assert found.out.startswith(line)
 
 
+def test_layers_that_may_be_resharded_are_said_to_be_worth_a_plan(cli: Cli, config_file: Path) -> None:
+    """Seen red: the hint beside a plan that offloads nothing, and one whose layers are resharded."""
+    asked = ("plan", "--config", config_file, "--seq", 64, "--hardware", "h200", "--gpus", 2)
+    hint = "Plan it with layers resharded after forward as well"
+    assert hint in cli(*asked, "--place", "*=host").out
+    assert hint not in cli(*asked, "--place", "*=host", "--reshard").out
+    assert hint not in cli(*asked).out
+
+
 def test_parameters_are_counted_once_whatever_the_number_of_gpus(cli: Cli, config_file: Path) -> None:
     """Seen red: the largest part of each, times the number of GPUs."""
     alone, several = (cli("plan", "--config", config_file, "--seq", "8", "--gpus", n).out for n in ("1", "1000"))

@@ -221,7 +221,7 @@ def verdict(found: Answer) -> str:
     if not found.offloads:
         return "It fits without offloading: saved tensors are recomputed in backward instead."
     if found.chosen.prediction.exposed_s > found.chosen.prediction.compute_s:
-        idle = "the GPU is idle for longer than it computes: more GPUs, or more memory of each, will help more"
+        idle = "the GPU is idle for longer than it computes: more GPUs, or GPUs with more memory, would be faster"
         return f"It fits{there}, but {idle}."
     return f"It fits with offloading{there}."
 
@@ -280,7 +280,7 @@ def _with_resharding(asked: Mapping[str, Fix | None], again: Mapping[str, Fix | 
     found = dict(asked)
     for kind, fix in again.items():
         if fix is not None and _spares(fix, found.get(kind)):
-            found[kind] = replace(fix, what=f"{fix.what}, {_RESHARDED}", resharded=True)
+            found[kind] = replace(fix, what=f"{fix.what}, with {_RESHARDED}", resharded=True)
     if any(name in found for name in _LIMITS):
         found.pop("all", None)
     return found
@@ -314,7 +314,9 @@ def _smaller_state(question: Question, speeds: Speeds) -> Fix | None:
         if _may_fit(tried, question.budgets, required_of(tried)) and _fits(other, speeds):
             changed = {name: dtype for name, dtype in form.dtypes.items() if dtype is not before.form.dtypes[name]}
             words = ", ".join(f"{name} in {dtype}" for name, dtype in changed.items())
-            return Fix(f"{words}: fewer bytes, and other bits than now (docs/exactness.md)", state_dtypes=changed)
+            return Fix(
+                f"{words}: less memory, and training rounds differently (docs/exactness.md)", state_dtypes=changed
+            )
     return None
 
 
@@ -496,7 +498,7 @@ def _machines(question: Question, ranks: int, step_sequences: int | None, *, res
     cards = _cards(question, ranks) if other else f"{ranks} GPUs"
     limits, count = question.budgets.limits, ranks // question.gpus
     host, pinned = (limits[name] * ranks if name in limits else None for name in ("host", "pinned"))
-    parts = [f"{cards}, as in {count} machines like this one (for memory: seconds are predicted for one machine)"]
+    parts = [f"{cards}, as in {count} machines like this one (its predicted seconds assume one machine)"]
     parts += [f"{_as_asked(host)} of host memory in all"] if host is not None else []
     parts += [_RESHARDED] if resharded else []
     parts += [f"a step of {_sequences(step_sequences)}"] if step_sequences else []
