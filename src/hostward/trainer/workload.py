@@ -178,12 +178,12 @@ def _config_of(path: Path) -> tuple[Path, Any]:
     try:
         content: Any = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_each_once)
         content["model_type"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ModelError(
-            f"{file} does not describe a model",
-            why=f"{type(error).__name__}: {error}",
-            fix=fix,
-        ) from error
+    except (KeyError, TypeError) as error:
+        why = "it is not a JSON object with a model_type"
+        raise ModelError(f"{file} does not describe a model", why=why, fix=fix) from error
+    except (OSError, ValueError, RecursionError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ModelError(f"{file} does not describe a model", why=why, fix=fix) from error
     return file, content
 
 
