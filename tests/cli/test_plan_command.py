@@ -280,6 +280,34 @@ def test_a_configuration_file_is_planned(cli: Cli, config_file: Path, tmp_path: 
     assert {row.activations for row in plan.layers} == {"recompute"}
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"torch_dtype": "float32"}, "the file says float32 weights: "),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "the file says quantized weights (gptq): "),
+        ({"dtype": "bfloat16"}, ""),
+    ],
+)
+def test_weights_of_a_file_that_are_not_planned_are_named(
+    cli: Cli, config_file: Path, more: dict[str, object], said: str
+) -> None:
+    """Seen red: a plan for bf16 weights of a file of fp32 or quantized ones, with nothing said about it."""
+    config_file.write_text(json.dumps(LLAMA | more))
+    found = cli("plan", "--config", config_file, "--seq", 64, "--hardware", "h200")
+    assert found.code == 0, found.err
+    line = f"{said}the plan is for training all weights in bf16\n" if said else "llama: "
+    assert found.out.startswith(line)
+
+
+def test_layers_that_may_be_resharded_are_said_to_be_worth_a_plan(cli: Cli, config_file: Path) -> None:
+    """Seen red: the hint beside a plan that offloads nothing, and one whose layers are resharded."""
+    asked = ("plan", "--config", config_file, "--seq", 64, "--hardware", "h200", "--gpus", 2)
+    hint = "Plan it with layers resharded after forward as well"
+    assert hint in cli(*asked, "--place", "*=host").out
+    assert hint not in cli(*asked, "--place", "*=host", "--reshard").out
+    assert hint not in cli(*asked).out
+
+
 def test_parameters_are_counted_once_whatever_the_number_of_gpus(cli: Cli, config_file: Path) -> None:
     """Seen red: the largest part of each, times the number of GPUs."""
     alone, several = (cli("plan", "--config", config_file, "--seq", "8", "--gpus", n).out for n in ("1", "1000"))

@@ -61,7 +61,7 @@ def assert_each_fits(cli: Cli, printed: str) -> list[tuple[str, list[str]]]:
         (
             "mistral 7b v0.3",
             "--hardware rtx-4090 --host-memory 128GiB --pinned-memory 20GiB",
-            ["--no-pin", "--pinned-memory 24", "--gpus 2 --host-memory 256GiB --pinned-memory 40GiB"],
+            ["--no-pin", "--pinned-memory 22.7GiB", "--gpus 2 --host-memory 256GiB --pinned-memory 40GiB"],
         ),
         (
             "qwen3 32b",
@@ -74,7 +74,7 @@ def assert_each_fits(cli: Cli, printed: str) -> list[tuple[str, list[str]]]:
             "--hardware rtx-4090 --host-memory 256GiB --gpus 4 --batch 8",
             [
                 "--reshard --hardware rtx-4090 --gpus 4 --host-memory 256GiB optimizer.exp_avg_dtype=fp8",
-                "--reshard --hardware rtx-4090 --gpus 4 --host-memory 472.1GiB",
+                "--reshard --hardware rtx-4090 --gpus 4 --host-memory 471.8GiB",
                 "--reshard --hardware rtx-4090 --gpus 4 --device-memory 73.7GiB",
             ],
         ),
@@ -92,6 +92,32 @@ def test_each_command_that_is_printed_fits(cli: Cli, tmp_path: Path, name: str, 
     fixes = assert_each_fits(cli, found.out)
     for kind in kinds:
         assert any(kind in " ".join(command) for _, command in fixes), (kind, found.out)
+
+
+@pytest.mark.parametrize(
+    ("words", "before_gib", "share"),
+    [
+        ("--hardware h100 --host-memory 399GiB --seq 16384 --micro-batch 4", {"device": 72.5}, 0.9),
+        (
+            "--hardware h200 --gpus 2 --host-memory 552GiB --pinned-memory 65.4GiB --step-early 0.5",
+            {"pinned": 65.4, "device": 130.6},
+            0.5,
+        ),
+    ],
+)
+def test_a_limit_is_raised_no_further_than_it_must_be(
+    cli: Cli, tmp_path: Path, words: str, before_gib: dict[str, float], share: float
+) -> None:
+    """With so much of a raise nothing fits. Seen red: 0.70, and a third, of those that were proposed were enough."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["qwen2.5 32b"].config))
+    found = cli("plan", "--config", tmp_path / "config.json", *words.split())
+    assert found.code == 1
+    fixes = assert_each_fits(cli, found.out)
+    for kind, gib in before_gib.items():
+        (command,) = (command for what, command in fixes if re.search(f"of {kind} memory.* instead of", what))
+        at = command.index(f"--{kind}-memory") + 1
+        less_gib = gib + share * (float(command[at].removesuffix("GiB")) - gib)
+        assert cli(*command[:at], f"{less_gib:.3f}GiB", *command[at + 1 :]).code == 1, command
 
 
 @pytest.mark.parametrize(

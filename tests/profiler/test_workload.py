@@ -167,6 +167,15 @@ def test_what_is_no_configuration_is_refused(tmp_path: Path, text: str) -> None:
         config_workload(file, sequence_tokens=8)
 
 
+@pytest.mark.parametrize("text", ["[]", "{}", "null"])
+def test_a_configuration_without_a_model_type_is_told_in_words(tmp_path: Path, text: str) -> None:
+    """Seen red: "'NoneType' object is not subscriptable"."""
+    file = tmp_path / "config.json"
+    file.write_text(text)
+    with pytest.raises(ModelError, match="why: it is not a JSON object with a model_type"):
+        config_workload(file, sequence_tokens=8)
+
+
 LLAMA = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 16}
 
 

@@ -229,7 +229,8 @@ def plan(
     text = (
         compared(answers, undivided, command) if several else render(answers[0], partial(command, counts[0])) + varied
     )
-    print(wrapped(f"{'' if hardware else _ASSUMED}{text}"), end="", file=text_stream(json_file))
+    notes = f"{'' if hardware else _ASSUMED}{'' if config is None else _not_followed(config)}"
+    print(wrapped(f"{notes}{text}"), end="", file=text_stream(json_file))
     if undivided or any(found.chosen is None for found in answers):
         raise typer.Exit(ExitCode.FAILED)
 
@@ -238,6 +239,14 @@ _ASSUMED = (
     f"no --hardware is given: the shipped profile {DEFAULT_PROFILE} is assumed; --hardware takes "
     f"{', '.join(name for name in PROFILES if name != DEFAULT_PROFILE)}, or a file of `hostward bench machine`\n"
 )
+
+
+def _not_followed(config: Path) -> str:
+    """Return a line about weights that the file describes and the plan does not have; "" where there are none."""
+    from hostward.trainer.workload import other_weights
+
+    said = other_weights(config)
+    return f"the file says {said}: the plan is for training all weights in bf16\n" if said else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,12 @@ class Budgets:
         """Return False for more bytes than device and host together may hold."""
         return self.device_bytes is None or self.host_bytes is None or nbytes <= self.device_bytes + self.host_bytes
 
+    def without(self, name: str) -> Budgets:
+        """Return these budgets without that of this kind of memory."""
+        if name == "device":
+            return replace(self, device_bytes=None)
+        return replace(self, host_bytes=None) if name == "host" else replace(self, pinned_bytes=None)
+
     def over(self, needs: Needs) -> dict[str, int]:
         """Return the excess in bytes of each exceeded budget; empty where all are kept."""
         found = needed(needs, self.phases)

@@ -20,6 +20,10 @@ from hostward.plan.workload import Workload
 
 _APART = 0.005
 """Smallest share of a step's time by which consecutive rows of the frontier's table differ."""
+_TRY_RESHARDING = (
+    "Plan it with layers resharded after forward as well, which is often faster: --reshard, or of a recipe "
+    "ddp.data_parallel_sharding_strategy=optim_grads_params."
+)
 _KEEPS = {
     Keep.KEEP: "keep",
     Keep.OFFLOAD: "offload",
@@ -44,6 +48,8 @@ def render(found: Answer, command: Callable[[Fix], str] | None = None) -> str:
         short = short_of(shown.needs, question.budgets, question.gpus)
         blocks[-1] += f"\nThe nearest plan is short of {short}."
         blocks += [_fixes(found, command), "The nearest plan:"]
+    elif workload.ranks > 1 and not workload.resharded and found.offloads:
+        blocks[-1] += f"\n{_TRY_RESHARDING}"
     table = by_phase(shown.needs, question.budgets, units, question.gpus)
     blocks.append("\n".join([table, *_loading(shown.choice, workload.ranks), *_in_vain(found, units)]))
     blocks.append(by_owner(shown.needs, units))

@@ -196,10 +196,9 @@ def answer(question: Question, required: Required) -> Answer:
     gpu, device_bytes = question.hardware.gpu, question.budgets.device_bytes
     most_bytes = gpu.memory_bytes if gpu and device_bytes is not None and device_bytes <= gpu.memory_bytes else None
     frontier = Frontier(question.workload, speeds, required, question.forced, most_bytes)
-    known = _approached(frontier, question.budgets)
     chosen = frontier.best_at_last(question.budgets)
     nearest = chosen or frontier.nearest(question.budgets)
-    fixes = [] if chosen else _fixes(question, frontier, known, required)
+    fixes = [] if chosen else _fixes(question, frontier, required)
     stayed = None
     if nearest.choice.offloaded_weights:
         here = replace(nearest.choice, offloaded_weights=frozenset[str]())
@@ -222,17 +221,13 @@ def verdict(found: Answer) -> str:
     if not found.offloads:
         return "It fits without offloading: saved tensors are recomputed in backward instead."
     if found.chosen.prediction.exposed_s > found.chosen.prediction.compute_s:
-        idle = "the GPU is idle for longer than it computes: more GPUs, or more memory of each, will help more"
+        idle = "the GPU is idle for longer than it computes: more GPUs, or GPUs with more memory, would be faster"
         return f"It fits{there}, but {idle}."
     return f"It fits with offloading{there}."
 
 
-def _fixes(question: Question, frontier: Frontier, known: Sequence[Candidate], required: Required) -> list[Fix]:
-    """List changes that would each make the run fit, those first that need no other machine.
-
-    Args:
-        known: the candidates that the frontier has within any budgets.
-    """
+def _fixes(question: Question, frontier: Frontier, required: Required) -> list[Fix]:
+    """List changes that would each make the run fit, those first that need no other machine."""
     found, speeds = list[Fix](), frontier.costs.speeds
     unpinned = replace(question.workload, pin_gradients=False, pin_weights=False)
     limited = question.budgets.pinned_bytes is not None and question.workload != unpinned
@@ -246,16 +241,16 @@ def _fixes(question: Question, frontier: Frontier, known: Sequence[Candidate], r
         # Options that pin less go with those that offload.
         pinned = replace(question.workload, pin_gradients=True, pin_weights=True)
         found += [fix] if _fits(replace(question, workload=pinned, forced=Forced()), speeds) else []
-    changes = _changes(question, frontier, known, required)
+    changes = _changes(question, frontier, required)
     if question.workload.ranks > 1 and not question.workload.resharded:
         again = replace(question, workload=replace(question.workload, resharded=True))
         required = required_of(again.workload)
         other = Frontier(again.workload, speeds, required, again.forced)
-        known = _approached(other, again.budgets)
-        if other.fits_at_last(again.budgets):
+        # In the order of `best_at_last`: what a search by bytes finds depends on what was found before.
+        if other.fits_by_bytes(again.budgets) or other.fits_at_last(again.budgets):
             found.append(Fix(_RESHARDED, resharded=True))
         else:
-            changes = _with_resharding(changes, _changes(again, other, known, required))
+            changes = _with_resharding(changes, _changes(again, other, required))
     every = [fix for fix in (*found, *changes.values(), _more_gpus(question)) if fix]
     if all(_is_beyond(fix, question.hardware) for fix in every):
         every = [*_larger_gpus(question), *every]
@@ -263,20 +258,7 @@ def _fixes(question: Question, frontier: Frontier, known: Sequence[Candidate], r
     return sorted(every, key=_is_beyond)
 
 
-def _approached(frontier: Frontier, budgets: Budgets) -> Sequence[Candidate]:
-    """Return the candidates that tell what is missing, however much that is; none where something fits.
-
-    They are found again within other budgets, and what a search around these limits finds is not.
-    """
-    if frontier.fits(budgets):
-        return ()
-    frontier.approach(budgets)
-    return frontier.candidates
-
-
-def _changes(
-    question: Question, frontier: Frontier, known: Sequence[Candidate], required: Required
-) -> dict[str, Fix | None]:
+def _changes(question: Question, frontier: Frontier, required: Required) -> dict[str, Fix | None]:
     """Find changes of sizes, dtypes and budgets that are each enough, by what they change.
 
     Where no raise of one budget is enough, it is that of all that are exceeded.
@@ -285,8 +267,9 @@ def _changes(
     nearest = frontier.nearest(budgets).needs
     over = budgets.over(nearest)
     found = {"sizes": _smaller(question, speeds, required, over), "state": _smaller_state(question, speeds)}
-    raised = {name: _raised(question, name, known) for name in _LIMITS}
-    if not any(raised.values()):
+    least = frontier.least(budgets)
+    raised = {name: _limits(question, {name: least[name]}) for name in _LIMITS if name in least}
+    if not raised:
         most = needed(nearest, budgets.phases)
         raised["all"] = _limits(question, {name: most[name] for name in over})
     return found | raised
@@ -297,8 +280,8 @@ def _with_resharding(asked: Mapping[str, Fix | None], again: Mapping[str, Fix | 
     found = dict(asked)
     for kind, fix in again.items():
         if fix is not None and _spares(fix, found.get(kind)):
-            found[kind] = replace(fix, what=f"{fix.what}, {_RESHARDED}", resharded=True)
-    if any(found[name] for name in _LIMITS):
+            found[kind] = replace(fix, what=f"{fix.what}, with {_RESHARDED}", resharded=True)
+    if any(name in found for name in _LIMITS):
         found.pop("all", None)
     return found
 
@@ -331,7 +314,9 @@ def _smaller_state(question: Question, speeds: Speeds) -> Fix | None:
         if _may_fit(tried, question.budgets, required_of(tried)) and _fits(other, speeds):
             changed = {name: dtype for name, dtype in form.dtypes.items() if dtype is not before.form.dtypes[name]}
             words = ", ".join(f"{name} in {dtype}" for name, dtype in changed.items())
-            return Fix(f"{words}: fewer bytes, and other bits than now (docs/exactness.md)", state_dtypes=changed)
+            return Fix(
+                f"{words}: less memory, and training rounds differently (docs/exactness.md)", state_dtypes=changed
+            )
     return None
 
 
@@ -360,13 +345,6 @@ def _fits(question: Question, speeds: Speeds) -> bool:
 def _smallest_fits(asked: tuple[Workload, Speeds, Required, Forced], budgets: Budgets) -> bool:
     """Return whether something fits without a frontier, which takes a hundred estimates and more."""
     return Frontier(*asked, weighed=False).smallest(budgets) is not None
-
-
-def _raised(question: Question, name: str, known: Sequence[Candidate]) -> Fix | None:
-    """Propose the smallest raise of this budget that is enough alone."""
-    others = _without(question.budgets, name)
-    needs = [needed(c.needs, others.phases)[name] for c in known if not others.over(c.needs)]
-    return _limits(question, {name: min(needs)}) if needs else None
 
 
 def _limits(question: Question, limits: Mapping[str, int]) -> Fix:
@@ -520,7 +498,7 @@ def _machines(question: Question, ranks: int, step_sequences: int | None, *, res
     cards = _cards(question, ranks) if other else f"{ranks} GPUs"
     limits, count = question.budgets.limits, ranks // question.gpus
     host, pinned = (limits[name] * ranks if name in limits else None for name in ("host", "pinned"))
-    parts = [f"{cards}, as in {count} machines like this one (for memory: seconds are predicted for one machine)"]
+    parts = [f"{cards}, as in {count} machines like this one (its predicted seconds assume one machine)"]
     parts += [f"{_as_asked(host)} of host memory in all"] if host is not None else []
     parts += [_RESHARDED] if resharded else []
     parts += [f"a step of {_sequences(step_sequences)}"] if step_sequences else []
@@ -619,9 +597,3 @@ def _fits_so(question: Question, tried: Workload, speeds: Speeds, required: Requ
     Sizes of a shorter sequence or a smaller microbatch are those of the traced one in proportion: never too small.
     """
     return _may_fit(tried, question.budgets, required) and _fits(replace(question, workload=tried), speeds)
-
-
-def _without(budgets: Budgets, name: str) -> Budgets:
-    if name == "device":
-        return replace(budgets, device_bytes=None)
-    return replace(budgets, host_bytes=None) if name == "host" else replace(budgets, pinned_bytes=None)

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from itertools import groupby
 
 from hostward.core.placement import Placement, placements_of, summed_among
-from hostward.plan.budgets import Budgets, Required
+from hostward.plan.budgets import Budgets, Required, needed
 from hostward.plan.cost_model import SUM_BYTES, Costs, Speeds, balanced_share
 from hostward.plan.decisions import LEAVES, Choice, Keep
 from hostward.plan.memory_model import LOAD, MemoryModel, Needs
@@ -46,6 +46,10 @@ _ALIKE = 0.005
 """Share of the step's time by which a plan with fewer offloaded layers of weights may be slower."""
 _NEARLY = 0.1
 """Share of a budget by which the nearest candidate may exceed it where the planner still searches around it."""
+_LESS = 0.97
+"""Part of the least device memory that is known which a search for less fills with state."""
+_FAR = 1 << 62
+"""Bytes by which whatever exceeds another budget is further away than what does not."""
 _EVEN = (Keep.KEEP, Keep.ELEMENTWISE, Keep.RECOMPUTE)
 _SMALLEST = Keep.RECOMPUTE_OFFLOAD
 """Treatment of all layers that keeps least of them on the device."""
@@ -139,6 +143,7 @@ class Frontier:
         self._probes: set[Choice] = set()
         """Choices that a search came past and whose time was not needed: `unbeaten` does not predict it, either."""
         self._approached: set[Budgets] = set()
+        self._least: dict[Budgets, Mapping[str, int]] = {}
         self._placed: dict[tuple[float, float, frozenset[str]], tuple[Placement, ...]] = {}
         self._frees: dict[tuple[Placement, ...], bool] = {}
         self._programs: dict[frozenset[str], LinearProgram] = {}
@@ -222,8 +227,12 @@ class Frontier:
         return next((candidate for candidate in smallest if not budgets.over(candidate.needs)), None)
 
     def fits_at_last(self, budgets: Budgets) -> bool:
-        """Return whether `best_at_last` finds a choice; it is asked only where the frontier nearly fits."""
+        """Return whether the frontier fits, or a search where it nearly does; then `best_at_last` finds a choice."""
         return self.fits(budgets) or (self._nearly_fits(budgets) and self.refined(budgets) is not None)
+
+    def fits_by_bytes(self, budgets: Budgets) -> bool:
+        """Return whether the frontier fits, or a search by bytes alone; then `best_at_last` finds a choice, too."""
+        return self.fits(budgets) or any(size <= budgets.limits[name] for name, size in self.least(budgets).items())
 
     def best_at_last(self, budgets: Budgets) -> Candidate | None:
         """Return the fastest choice that is found within the budgets; None where none fits.
@@ -231,7 +240,7 @@ class Frontier:
         Of those that predictions do not tell apart, it is the one with the fewest offloaded layers of weights. What is
         found around the frontier's candidates becomes part of it.
         """
-        if not self.fits(budgets) and not self._nearly_fits(budgets):
+        if not self.fits_by_bytes(budgets) and not self._nearly_fits(budgets):
             return None
         best = self.refined(budgets)
         if best is None or not best.choice.offloaded_weights:
@@ -240,6 +249,47 @@ class Frontier:
         fewer = (c for c in self._seen.values() if c.least_s <= limit_s and not budgets.over(c.needs))
         alike = [c for c in fewer if c.closer_s <= limit_s and c.prediction.step_s <= limit_s]
         return min(alike, key=lambda c: (len(c.choice.offloaded_weights), c.order))
+
+    def least(self, budgets: Budgets) -> Mapping[str, int]:
+        """Return, for each limited kind of memory, the least bytes of it with which a choice keeps the other limits.
+
+        It is asked where the frontier does not fit, and searches by bytes alone, from the frontier's candidate with the
+        least. With this limit raised to what was found the same search leads there again. A kind is missing where no
+        candidate keeps the other limits.
+        """
+        if budgets not in self._least:
+            self.approach(budgets)
+            known = self.candidates
+            found = {name: self._least_of(name, budgets, known) for name in budgets.limits}
+            self._least[budgets] = {name: size for name, size in found.items() if size is not None}
+        return self._least[budgets]
+
+    def _least_of(self, name: str, budgets: Budgets, known: Sequence[Candidate]) -> int | None:
+        others = budgets.without(name)
+
+        def need(candidate: Candidate) -> int:
+            return needed(candidate.needs, budgets.phases)[name]
+
+        start = min((c for c in known if not others.over(c.needs)), key=need, default=None)
+        if start is None:
+            return None
+        least = need(start)
+
+        def excess(candidate: Candidate) -> int:
+            nonlocal least
+            if over := sum(others.over(candidate.needs).values()):
+                return _FAR + over
+            least = min(least, need(candidate))
+            return need(candidate)
+
+        def free(candidate: Candidate) -> int:
+            within = replace(others, device_bytes=int(_LESS * least)) if name == "device" else others
+            return self._free(candidate, within)
+
+        before = set(self._seen)
+        self._search(excess, free).follow([start])
+        self._probes |= {c.choice for c in self._seen.values() if c.choice not in before and not c.is_predicted}
+        return least
 
     def _nearly_fits(self, budgets: Budgets) -> bool:
         """Return whether the nearest candidate exceeds each budget so little that a search may find one that fits.
@@ -253,23 +303,12 @@ class Frontier:
 
     def refined(self, budgets: Budgets) -> Candidate | None:
         """Return the best that a search around the best candidates finds within the budgets; None where none fits."""
-        around = Neighbourhood(self.costs, self._forced, weights_vary=self._sets != [frozenset()])
 
         def excess(candidate: Candidate) -> int:
             return sum(budgets.over(candidate.needs).values())
 
-        def free(candidate: Candidate) -> int:
-            peak = candidate.needs.device_peak_bytes
-            return budgets.limits.get("device", peak) - peak
-
-        asked = self._forced.gradients_on_host
-        places = (False, True)[: min(2, self.workload.microbatches)] if asked is None else (asked,)
-
-        def judge(choice: Choice, on_host: bool) -> Candidate:
-            return self._weigh(choice, on_host=on_host)
-
         before = set(self._seen)
-        search = PatternSearch(around, judge, places, excess, free)
+        search = self._search(excess, lambda candidate: self._free(candidate, budgets))
         start = search.best(self._seen.values())
         if not excess(start) and start.prediction.step_s <= self.base.prediction.step_s:
             return self.best(budgets)  # nothing is predicted to be faster
@@ -291,6 +330,22 @@ class Frontier:
         fastest_yet = self.best(budgets)
         self._probes |= {c.choice for c in self._seen.values() if c.choice not in before and not c.is_predicted}
         return fastest_yet
+
+    def _search(self, excess: Callable[[Candidate], int], free: Callable[[Candidate], int]) -> PatternSearch[Candidate]:
+        around = Neighbourhood(self.costs, self._forced, weights_vary=self._sets != [frozenset()])
+        asked = self._forced.gradients_on_host
+        places = (False, True)[: min(2, self.workload.microbatches)] if asked is None else (asked,)
+
+        def judge(choice: Choice, on_host: bool) -> Candidate:
+            return self._weigh(choice, on_host=on_host)
+
+        return PatternSearch(around, judge, places, excess, free)
+
+    @staticmethod
+    def _free(candidate: Candidate, budgets: Budgets) -> int:
+        """Return the device memory that the candidate leaves within the budgets, in bytes; negative beyond them."""
+        peak = candidate.needs.device_peak_bytes
+        return budgets.limits.get("device", peak) - peak
 
     def _weigh_all(self) -> None:
         for weights in self._sets:

@@ -471,12 +471,12 @@ def _cure(costs: Costs, choice: Choice) -> str:
         if _is_hidden(costs, choice, sequences):
             break
     else:
-        return f"even {_tokens(workload, sequences)} would not let it overlap, memory aside"
+        return f"even with {_tokens(workload, sequences)} the offloading would not overlap fully with compute"
     low, high = sequences // 2, sequences
     while high - low > max(1, high // 8):
         middle = (low + high) // 2
         low, high = (low, middle) if _is_hidden(costs, choice, middle) else (middle, high)
-    return f"{_tokens(workload, high)} would let it overlap, memory aside"
+    return f"with {_tokens(workload, high)} the offloading would overlap with compute, if they fit"
 
 
 def _is_hidden(costs: Costs, choice: Choice, sequences: int) -> bool:

@@ -144,19 +144,7 @@ def config_workload(
     Raises:
         ModelError: no readable configuration, or none of a causal language model.
     """
-    file = path / "config.json" if path.is_dir() else path
-    fix = "name a config.json of a causal language model of transformers, or the folder that holds it"
-    if not file.exists():
-        raise ModelError(f"there is no {file}", why="models are read from disk; nothing is downloaded", fix=fix)
-    try:
-        content: Any = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_each_once)
-        content["model_type"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ModelError(
-            f"{file} does not describe a model",
-            why=f"{type(error).__name__}: {error}",
-            fix=fix,
-        ) from error
+    file, content = _config_of(path)
 
     def trace(lengths: Sequence[int]) -> list[Workload]:
         with needed_for("planning", "train,plan"):
@@ -166,6 +154,37 @@ def config_workload(
 
     question = {"config": content, "dtype": dtype, "microbatch_sequences": microbatch_sequences}
     return replace(cached_workload(folder, question, sequence_tokens, trace), microbatches=microbatches)
+
+
+def other_weights(path: Path) -> str:
+    """Return what a config.json says of its weights that is not planned, which are in bf16; "" where there is nothing.
+
+    Raises ModelError for what is no configuration.
+    """
+    _, content = _config_of(path)
+    quantized, dtype = content.get("quantization_config"), content.get("dtype", content.get("torch_dtype"))
+    method = quantized.get("quant_method") if isinstance(quantized, Mapping) else None
+    said = [f"quantized weights ({method})"] if method else []
+    said += [f"{dtype} weights"] if dtype not in (None, "auto", "bfloat16", "torch.bfloat16") else []
+    return " and ".join(said)
+
+
+def _config_of(path: Path) -> tuple[Path, Any]:
+    """Return the file of a configuration, and what it says. Raises ModelError for what is none."""
+    file = path / "config.json" if path.is_dir() else path
+    fix = "name a config.json of a causal language model of transformers, or the folder that holds it"
+    if not file.exists():
+        raise ModelError(f"there is no {file}", why="models are read from disk; nothing is downloaded", fix=fix)
+    try:
+        content: Any = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_each_once)
+        content["model_type"]
+    except (KeyError, TypeError) as error:
+        why = "it is not a JSON object with a model_type"
+        raise ModelError(f"{file} does not describe a model", why=why, fix=fix) from error
+    except (OSError, ValueError, RecursionError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ModelError(f"{file} does not describe a model", why=why, fix=fix) from error
+    return file, content
 
 
 def _each_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
