@@ -217,8 +217,16 @@ def test_a_plan_of_another_model_is_refused() -> None:
 def test_a_plan_of_the_same_sizes_with_other_types_is_refused() -> None:
     parts = tuple(replace(p, dtype=Dtype.FP16) for p in WORKLOAD.inventory.parameters)
     other = replace(WORKLOAD, inventory=Inventory(parts, cut_buckets(parts)))
+    for refusing in (PLAN.choice, lambda workload: PLAN.placements(workload.inventory.buckets)):
+        with pytest.raises(ConfigError, match="for weights in bf16, and here they are in fp16"):
+            refusing(other)
+    assert "workload.weights: bf16 -> fp16" in plan_file.differences(PLAN, made(other, CHOICE))
+    content = json.loads(PLAN.to_json())
+    del content["workload"]["weights"]
+    before = PlanFile.from_json(json.dumps(content))
+    assert before.placements(other.inventory.buckets).buckets
     with pytest.raises(ConfigError, match="other sizes or element types"):
-        PLAN.choice(other)
+        before.choice(other)
 
 
 def test_a_missing_bucket_and_a_renamed_layer_are_named() -> None:

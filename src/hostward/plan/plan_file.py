@@ -51,6 +51,8 @@ class Fingerprint:
     """Layers that the ranks share are unsharded only while they run."""
     state: StateFormat | None = None
     """How the optimizer stores state; None in files of earlier versions, which do not say it."""
+    weights: tuple[Dtype, ...] = ()
+    """Dtypes of the trained weights, each once; none in files of earlier versions."""
 
     def other_sizes(self, sequence_tokens: int, microbatch_sequences: int, microbatches: int) -> str:
         """Describe how a step of these sizes differs from the plan's; "" where it does not."""
@@ -232,7 +234,19 @@ class PlanFile:
             "make a plan for the dtypes here",
         )
 
+    def _require_weights(self, buckets: Sequence[Bucket]) -> None:
+        """Raise ConfigError if weights have other dtypes than the plan counts on."""
+        planned, here = self.workload.weights, _dtypes(buckets)
+        if planned and planned != here:
+            raise ConfigError(
+                f"the plan is for weights in {' and '.join(planned)}, and here they are in {' and '.join(here)}",
+                why="weights, gradients, copies and steps would take other bytes and seconds than planned",
+                fix="cast the model to the plan's before the optimizer is made, as model.to(torch.bfloat16); or plan a "
+                "recipe with model.params_dtype (a config.json is planned in bf16)",
+            )
+
     def _require_same(self, buckets: Sequence[Bucket], layers: Sequence[str] | None) -> None:
+        self._require_weights(buckets)
         self._require_state(buckets)
         ours = [(row.bucket, row.numel) for row in self.buckets]
         theirs = [(bucket.name, bucket.numel) for bucket in buckets]
@@ -323,6 +337,10 @@ def digest(workload: Workload) -> str:
     return hashlib.sha256("\n".join(rows).encode()).hexdigest()[:16]
 
 
+def _dtypes(buckets: Sequence[Bucket]) -> tuple[Dtype, ...]:
+    return tuple(sorted({bucket.dtype for bucket in buckets}))
+
+
 def _form(bucket: Bucket) -> str:
     """Return the dtypes of a bucket's moments; nothing for fp32, which plans of earlier versions are for.
 
@@ -355,6 +373,7 @@ def plan_of(
             workload.ranks,
             workload.resharded,
             workload.inventory.form,
+            _dtypes(workload.inventory.buckets),
         ),
         Machine(hardware.name, hardware.gpu.name if hardware.gpu else "", gpus),
         Limits(budgets.device_bytes, budgets.host_bytes, budgets.pinned_bytes),
@@ -506,6 +525,8 @@ def _value(value: object, name: str) -> str:
     """Format the value of a field for people; its name ends with the unit."""
     if isinstance(value, int) and name.endswith("_bytes"):
         return size(value)
+    if isinstance(value, tuple):
+        return " and ".join(map(str, value)) or _NONE
     if isinstance(value, float):
         return f"{value:.4g}{' s' if name.endswith('_s') else ''}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
