@@ -215,7 +215,7 @@ def test_why_names_the_host_and_the_tokens_that_would_hide_it() -> None:
     costs, found = Costs(workload, H200), predict(workload, choice, H200)
     first = explain(costs, choice, found)[0]
     assert first.startswith(f"CPU AdamW {found.busy_s[Queue.HOST]:.2f} s does not fit within a {found.forward_s:.2f} s")
-    tokens = int(first.split("; ")[1].split(" K tokens")[0]) * 1024
+    tokens = int(first.split("; with ")[1].split(" K tokens")[0]) * 1024
     sequences = tokens // 4096
     enough = predict(replace(workload, microbatch_sequences=sequences), choice, H200)
     assert enough.exposed_s < 0.02 * enough.step_s
