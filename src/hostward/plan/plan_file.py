@@ -246,7 +246,6 @@ class PlanFile:
             )
 
     def _require_same(self, buckets: Sequence[Bucket], layers: Sequence[str] | None) -> None:
-        self._require_weights(buckets)
         self._require_state(buckets)
         ours = [(row.bucket, row.numel) for row in self.buckets]
         theirs = [(bucket.name, bucket.numel) for bucket in buckets]
@@ -254,6 +253,7 @@ class PlanFile:
         why = of_layers or _first_difference("bucket", ours, theirs)
         if why:
             raise self._of_another_model(why)
+        self._require_weights(buckets)
 
     def _of_another_model(self, why: str) -> ConfigError:
         return ConfigError(
