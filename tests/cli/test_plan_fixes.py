@@ -97,7 +97,7 @@ def test_each_command_that_is_printed_fits(cli: Cli, tmp_path: Path, name: str, 
 @pytest.mark.parametrize(
     ("words", "before_gib", "share"),
     [
-        ("--hardware h100 --host-memory 399GiB --seq 16384 --micro-batch 4", {"device": 72.5}, 0.9),
+        ("--hardware h100 --host-memory 399GiB --seq 16384 --micro-batch 4", {"device": 77.2}, 0.9),
         (
             "--hardware h200 --gpus 2 --host-memory 552GiB --pinned-memory 65.4GiB --step-early 0.5",
             {"pinned": 65.4, "device": 130.6},
