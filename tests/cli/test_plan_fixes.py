@@ -78,11 +78,6 @@ def assert_each_fits(cli: Cli, printed: str) -> list[tuple[str, list[str]]]:
                 "--reshard --hardware rtx-4090 --gpus 4 --device-memory 73.7GiB",
             ],
         ),
-        (
-            "deepseek-v3",
-            "--hardware h200 --host-memory 1500GiB --gpus 8 --batch 8",
-            ["--gpus 64", "--reshard --hardware h200 --gpus 8 --device-memory 994.8GiB"],
-        ),
     ],
 )
 def test_each_command_that_is_printed_fits(cli: Cli, tmp_path: Path, name: str, words: str, kinds: list[str]) -> None:
@@ -92,12 +87,13 @@ def test_each_command_that_is_printed_fits(cli: Cli, tmp_path: Path, name: str, 
     fixes = assert_each_fits(cli, found.out)
     for kind in kinds:
         assert any(kind in " ".join(command) for _, command in fixes), (kind, found.out)
+    assert "no GPU of a shipped profile has it" not in found.out  # there are better proposals
 
 
 @pytest.mark.parametrize(
     ("words", "before_gib", "share"),
     [
-        ("--hardware h100 --host-memory 399GiB --seq 16384 --micro-batch 4", {"device": 77.2}, 0.9),
+        ("--hardware h100 --host-memory 399GiB --seq 16384 --micro-batch 2", {"device": 77.2}, 0.9),
         (
             "--hardware h200 --gpus 2 --host-memory 552GiB --pinned-memory 65.4GiB --step-early 0.5",
             {"pinned": 65.4, "device": 130.6},

@@ -13,21 +13,24 @@ from hypothesis import given, settings
 from plan_cases import llama_8b
 from workload_cases import llama
 
+from hostward.core.inventory import Dtype, StateFormat
 from hostward.core.placement import Placement, place_fraction, placements_of
 from hostward.core.units import GIB
 from hostward.plan.budgets import Budgets, needed
 from hostward.plan.cost_model import speeds_of
 from hostward.plan.decisions import ELEMENTWISE, LEAVES, RECOMPUTED, Choice, Keep
 from hostward.plan.hardware_profile import profile
+from hostward.plan.memory_model import FIRST_STEP, STEADY_STEP
 from hostward.plan.rank_partition import required_of, sharded
 from hostward.plan.search import Candidate, Frontier, fastest
 from hostward.plan.solver import LAST_STAY, Forced
-from hostward.plan.workload import Workload
+from hostward.plan.workload import Workload, in_format
 from hostward.trainer.garbage_collection import gc_disabled
 
 pytest.importorskip("scipy", reason="planning needs SciPy")
 
 AS_GOOD = 1.02
+STEPS = (FIRST_STEP, STEADY_STEP)
 LLAMA = llama("llama-8b", layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=128256, sequence=2048)
 HALF = llama("llama-3b", layers=8, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=32000, sequence=2048)
 GEMMA = llama("gemma-27b", layers=62, hidden=5376, ffn=21504, heads=32, kv_heads=16, vocab=262208, sequence=4096)
@@ -97,6 +100,29 @@ def lines(workload: Workload) -> Iterator[Choice]:
         placed = placements_of(buckets, 1.0, streamed)
         here = (Placement.HOST if b.layer in away else p for b, p in zip(buckets, placed, strict=True))
         yield Choice(tuple(here), keeps, away)
+
+
+@pytest.mark.parametrize(
+    "workload",
+    [
+        HALF,
+        replace(HALF, step_early=1.0),
+        replace(HALF, microbatches=2),
+        replace(HALF, microbatches=2, step_early=1.0),
+        in_format(replace(HALF, microbatches=2), StateFormat(Dtype.BF16, Dtype.BF16, Dtype.BF16)),
+        sharded(replace(HALF, microbatches=2), 2),
+        sharded(replace(HALF, microbatches=4), 2, resharded=True, reduced_in_fp32=True),
+    ],
+    ids=["one", "early", "two", "two early", "bf16", "two ranks", "resharded"],
+)
+def test_every_choice_holds_the_least_bytes(workload: Workload) -> None:
+    """Seen red: with gradients counted for a single microbatch, too, where buckets are stepped as they are ready."""
+    required, least_gib = required_of(workload), workload.least_bytes / GIB
+    for choice in lines(workload):
+        for on_host in (False, True):
+            for phase in required(workload, replace(choice, gradients_on_host=on_host)).phases:
+                if phase.name in STEPS:
+                    assert (phase.device_bytes + phase.host_bytes) / GIB >= least_gib, choice
 
 
 @pytest.mark.parametrize(

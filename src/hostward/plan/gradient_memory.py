@@ -11,7 +11,7 @@ import numpy.typing as npt
 from hostward.core.placement import Placement, sharing, summed_among
 from hostward.plan.decisions import Choice
 from hostward.plan.workload import Workload
-from hostward.schedule.optimizer import GRADIENTS_IN_FLIGHT, grads_to_copy_out
+from hostward.schedule.optimizer import GRADIENTS_IN_FLIGHT, grads_to_copy_out, landing_buffer_bytes
 from hostward.schedule.staging import late_trigger_bucket, staging_buffer_bytes, streamed_bytes
 
 Floats = npt.NDArray[np.float64]
@@ -127,6 +127,9 @@ class Gradients:
         several = workload.microbatches > 1
         self._in_fp32 = workload.gradients_in_fp32 or choice.gradients_on_host
         self.summed = summed_among(facts.sharing, choice.placements) if choice.gradients_on_host else frozenset[int]()
+        buckets = workload.inventory.buckets
+        self.landing_buffers_bytes = sum(landing_buffer_bytes([buckets[b] for b in self.summed]))
+        """Host bytes of the buffers in which gradients arrive that the host sums."""
         placed = np.array([CODES[placement] for placement in choice.placements], np.int8)
         self.is_on: dict[Placement, Bools] = {placement: placed == code for placement, code in CODES.items()}
         """For each placement, the buckets that have it."""

@@ -21,7 +21,6 @@ from hostward.plan.decisions import Choice
 from hostward.plan.gradient_memory import Facts, Gradients
 from hostward.plan.step_memory import Owner, Passes, StepModel
 from hostward.plan.workload import Workload
-from hostward.schedule.optimizer import landing_buffer_bytes
 
 CUBLAS_WORKSPACES = 2
 """Workspaces for the thread that runs forward and for autograd's; as many more on the stream of a capture."""
@@ -203,7 +202,7 @@ class MemoryModel:
         stepped += float((facts.state_bytes + facts.step_counts_bytes)[twins].sum()) + _GUESS_BYTES * len(twins)
         weights += float((facts.padded_numel[twins] * facts.bucket_itemsize[twins]).sum())
         landing = float((elements * gradients.landed_itemsize[here]).sum())
-        landing += sum(landing_buffer_bytes([buckets[b] for b in gradients.summed]))
+        landing += gradients.landing_buffers_bytes
         partials = self._partial_bytes if gradients.summed else 0
         lanes = 2 if Placement.STREAMED in choice.placements else 1
         rest = {

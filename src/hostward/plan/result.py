@@ -254,21 +254,24 @@ def _fixes(question: Question, frontier: Frontier, required: Required) -> list[F
     every = [fix for fix in (*found, *changes.values(), _more_gpus(question)) if fix]
     if all(_is_beyond(fix, question.hardware) for fix in every):
         every = [*_larger_gpus(question), *every]
-    # What no GPU has comes last.
-    return sorted(every, key=_is_beyond)
+    # What no GPU has helps only to know how much is missing.
+    return [fix for fix in every if not _is_beyond(fix)] or every
 
 
 def _changes(question: Question, frontier: Frontier, required: Required) -> dict[str, Fix | None]:
     """Find changes of sizes, dtypes and budgets that are each enough, by what they change.
 
-    Where no raise of one budget is enough, it is that of all that are exceeded.
+    Where no raise of one budget is enough, it is that of all that are exceeded. The device's is not searched where
+    the memory of no shipped profile is enough: what it takes then helps nobody.
     """
     budgets, speeds = question.budgets, frontier.costs.speeds
     nearest = frontier.nearest(budgets).needs
     over = budgets.over(nearest)
     found = {"sizes": _smaller(question, speeds, required, over), "state": _smaller_state(question, speeds)}
-    least = frontier.least(budgets)
-    raised = {name: _limits(question, {name: least[name]}) for name in _LIMITS if name in least}
+    largest = replace(budgets, device_bytes=_largest_bytes(*map(profile, PROFILES)))
+    in_vain = () if largest.may_hold(question.workload.least_bytes) else ("device",)
+    least = {name: frontier.least(name, budgets) for name in _LIMITS if name in budgets.limits and name not in in_vain}
+    raised = {name: _limits(question, {name: nbytes}) for name, nbytes in least.items() if nbytes is not None}
     if not raised:
         most = needed(nearest, budgets.phases)
         raised["all"] = _limits(question, {name: most[name] for name in over})
@@ -302,9 +305,10 @@ def _smaller_state(question: Question, speeds: Speeds) -> Fix | None:
     before, placements = question.workload.inventory, question.forced.placements
     if not before.form.split_master:  # torch.optim.AdamW steps state in fp32 alone
         return None
+    beside = question.workload.least_bytes - before.state_bytes
     for form in map(before.form.at_most, _SMALLER_STATE):
         moments = before.numel * (form.exp_avg.itemsize_bytes + form.exp_avg_sq.itemsize_bytes)
-        if not question.budgets.may_hold(question.workload.weight_bytes + moments):
+        if not question.budgets.may_hold(beside + moments):
             continue
         tried = stored_in(question, form)
         # Placements that are asked for are those of the buckets that there are now.
@@ -371,8 +375,12 @@ def _is_beyond(fix: Fix, *hardware: Hardware) -> bool:
 
     Without `hardware` they are those of all shipped profiles.
     """
-    gpus = [each.gpu for each in hardware or map(profile, PROFILES) if each.gpu]
-    return (fix.device_bytes or 0) > max(device_budget(gpu.memory_bytes, 1) for gpu in gpus)
+    return (fix.device_bytes or 0) > _largest_bytes(*(hardware or map(profile, PROFILES)))
+
+
+def _largest_bytes(*hardware: Hardware) -> int:
+    """Return the memory of the largest of these GPUs, less a reserve, in bytes."""
+    return max(device_budget(each.gpu.memory_bytes, 1) for each in hardware if each.gpu)
 
 
 def _larger_gpus(question: Question) -> list[Fix]:
@@ -466,11 +474,10 @@ def _more_gpus(question: Question, *, other: bool = False) -> Fix | None:
         asked = part.workload, speeds_of(hardware, ranks), part.required, forced
         return _smallest_fits(asked, budgets) or Frontier(*asked).fits_at_last(budgets)
 
-    held = whole.weight_bytes + whole.inventory.state_bytes
     # More ranks than a tensor has rows take more memory again, so the numbers are tried one after the other.
     for doublings in range(1, _MOST_DOUBLINGS + 1):
         ranks = question.gpus << doublings
-        if not budgets.may_hold(held / ranks):
+        if not budgets.may_hold(whole.held_bytes / ranks):
             continue
         kept = whole.microbatches % ranks == 0
         microbatches = whole.microbatches if kept else asked.microbatches * ranks
@@ -534,7 +541,7 @@ def more_gpus_in_vain(found: Answer) -> str:
 
 def _may_fit(workload: Workload, budgets: Budgets, required: Required) -> bool:
     """Return False where not even offloading all of the state, with and without the weights, leaves enough memory."""
-    if not budgets.may_hold(workload.weight_bytes + workload.inventory.state_bytes):
+    if not budgets.may_hold(workload.least_bytes):
         return False
     return "device" not in budgets.over(_least_device(workload, required))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from itertools import groupby
@@ -142,8 +142,8 @@ class Frontier:
         self._seen: dict[Choice, Candidate] = {}
         self._probes: set[Choice] = set()
         """Choices that a search came past and whose time was not needed: `unbeaten` does not predict it, either."""
-        self._approached: set[Budgets] = set()
-        self._least: dict[Budgets, Mapping[str, int]] = {}
+        self._approached: dict[Budgets, Sequence[Candidate]] = {}
+        self._least: dict[tuple[Budgets, str], int | None] = {}
         self._placed: dict[tuple[float, float, frozenset[str]], tuple[Placement, ...]] = {}
         self._frees: dict[tuple[Placement, ...], bool] = {}
         self._programs: dict[frozenset[str], LinearProgram] = {}
@@ -171,20 +171,18 @@ class Frontier:
         if not self._holds_fitting(budgets):
             self._sets = self._weight_sets()
             self.widen()
-            held_bytes = self.workload.weight_bytes + self.workload.inventory.state_bytes
-            if not self._holds_fitting(budgets) and budgets.may_hold(held_bytes):
+            if not self._holds_fitting(budgets) and budgets.may_hold(self.workload.least_bytes):
                 self.approach(budgets)
         return self._holds_fitting(budgets)
 
-    def approach(self, budgets: Budgets) -> None:
-        """Add, of the choices that treat all layers alike, those nearest to these budgets.
+    def approach(self, budgets: Budgets) -> Sequence[Candidate]:
+        """Add, of the choices that treat all layers alike, those nearest to these budgets; return what is known then.
 
         They offload as little of the state, or the weights of as few layers, as the device's budget allows, or as much
         as the others allow. So what nothing fits for is known to a thousandth of the state, and not only by the ladder.
         """
         if budgets in self._approached:
-            return
-        self._approached.add(budgets)
+            return self._approached[budgets]
         before, most_away = set(self._seen), max(map(len, self._weight_sets()), default=0)
         beside = replace(budgets, device_bytes=None)
         device = Budgets(budgets.device_bytes, phases=budgets.phases)
@@ -208,6 +206,8 @@ class Frontier:
                 for keep in (Keep.RECOMPUTE, _SMALLEST):
                     first(within, partial(self._away, streamed, keep), most_away)
         self._probes |= {choice for choice, c in self._seen.items() if choice not in before and not c.is_predicted}
+        self._approached[budgets] = self.candidates
+        return self._approached[budgets]
 
     def _part(self, streamed: float, weights: frozenset[str], part: int) -> Candidate:
         return self._alike(part / _FINE_PARTS, streamed, Keep.RECOMPUTE, weights)
@@ -232,7 +232,10 @@ class Frontier:
 
     def fits_by_bytes(self, budgets: Budgets) -> bool:
         """Return whether the frontier fits, or a search by bytes alone; then `best_at_last` finds a choice, too."""
-        return self.fits(budgets) or any(size <= budgets.limits[name] for name, size in self.least(budgets).items())
+        if self.fits(budgets) or not budgets.may_hold(self.workload.least_bytes):
+            return self._holds_fitting(budgets)
+        found = ((self.least(name, budgets), limit) for name, limit in budgets.limits.items())
+        return any(size is not None and size <= limit for size, limit in found)
 
     def best_at_last(self, budgets: Budgets) -> Candidate | None:
         """Return the fastest choice that is found within the budgets; None where none fits.
@@ -250,19 +253,18 @@ class Frontier:
         alike = [c for c in fewer if c.closer_s <= limit_s and c.prediction.step_s <= limit_s]
         return min(alike, key=lambda c: (len(c.choice.offloaded_weights), c.order))
 
-    def least(self, budgets: Budgets) -> Mapping[str, int]:
-        """Return, for each limited kind of memory, the least bytes of it with which a choice keeps the other limits.
+    def least(self, name: str, budgets: Budgets) -> int | None:
+        """Return the least bytes of this kind of memory with which a choice keeps the other limits; None if none does.
 
         It is asked where the frontier does not fit, and searches by bytes alone, from the frontier's candidate with the
-        least. With this limit raised to what was found the same search leads there again. A kind is missing where no
-        candidate keeps the other limits.
+        least. With this limit raised to what was found the same search leads there again.
         """
-        if budgets not in self._least:
-            self.approach(budgets)
-            known = self.candidates
-            found = {name: self._least_of(name, budgets, known) for name in budgets.limits}
-            self._least[budgets] = {name: size for name, size in found.items() if size is not None}
-        return self._least[budgets]
+        if (budgets, name) not in self._least:
+            others = budgets.without(name)
+            far = not budgets.may_hold(self.workload.least_bytes) and not self._holds_fitting(others)
+            in_vain = far and self.smallest(others) is None
+            self._least[budgets, name] = None if in_vain else self._least_of(name, budgets, self.approach(budgets))
+        return self._least[budgets, name]
 
     def _least_of(self, name: str, budgets: Budgets, known: Sequence[Candidate]) -> int | None:
         others = budgets.without(name)
@@ -296,6 +298,8 @@ class Frontier:
 
         Of few buckets all shares are searched, and each is much of the memory.
         """
+        if not budgets.may_hold(self.workload.least_bytes):
+            return False
         if len(self.workload.inventory.buckets) <= FEW_BUCKETS:
             return True
         over = budgets.over(self.nearest(budgets).needs)

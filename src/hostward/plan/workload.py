@@ -193,6 +193,20 @@ class Workload:
     def weight_bytes(self) -> int:
         return sum(layer.weight_bytes for layer in self.layers)
 
+    @property
+    def held_bytes(self) -> int:
+        """Return the bytes of weights and state."""
+        return self.weight_bytes + self.inventory.state_bytes
+
+    @property
+    def least_bytes(self) -> int:
+        """Return a lower bound on what device and host hold together in a step, whatever is chosen.
+
+        With several microbatches the sums of the gradients are somewhere, too, when the last one's forward begins.
+        """
+        numel = self.inventory.numel if self.microbatches > 1 else 0
+        return self.held_bytes + Dtype.FP32.itemsize_bytes * numel
+
 
 def in_format(workload: Workload, form: StateFormat) -> Workload:
     """Return the workload with the optimizer's state stored in this format.
