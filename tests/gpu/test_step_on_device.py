@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import device_shared
 
 import hostward
 from hostward.optim.bucket_state import same_bits
@@ -109,7 +110,8 @@ def trained(dtype: torch.dtype, *, steps: int = 8, sleep: bool = False, context:
 
 @pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=str)
 def reference(request: pytest.FixtureRequest) -> tuple[torch.dtype, Any]:
-    return request.param, trained(request.param, **MIXES["device"])
+    with device_shared(alone=False):  # a fixture of the module is set up before the test's own hold of the device
+        return request.param, trained(request.param, **MIXES["device"])
 
 
 @pytest.mark.parametrize(
