@@ -267,6 +267,9 @@ def test_a_run_that_saves_must_fit_while_it_saves(cli: Cli, tmp_path: Path) -> N
     assert "--host-memory" in with_save.out
 
 
+IN_BF16 = "the plan is for training all weights in bf16\n"
+
+
 def test_a_configuration_file_is_planned(cli: Cli, config_file: Path, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     words = ["--config", config_file, "--seq", 512, "--batch", 4, "--micro-batch", 2]
@@ -283,20 +286,25 @@ def test_a_configuration_file_is_planned(cli: Cli, config_file: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"torch_dtype": "float32"}, "the file says float32 weights: "),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "the file says quantized weights (gptq): "),
-        ({"dtype": "bfloat16"}, ""),
+        ({"torch_dtype": "float32"}, f"the file says float32 weights: {IN_BF16}"),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            f"the file says quantized weights (gptq): {IN_BF16}",
+        ),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "the file says LlamaForSequenceClassification: "),
+        ({"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}, "llama: "),
     ],
 )
-def test_weights_of_a_file_that_are_not_planned_are_named(
+def test_what_a_file_describes_and_is_not_planned_is_named(
     cli: Cli, config_file: Path, more: dict[str, object], said: str
 ) -> None:
-    """Seen red: a plan for bf16 weights of a file of fp32 or quantized ones, with nothing said about it."""
+    """Seen red: a plan for bf16 weights of a file of fp32 or quantized ones, and for a causal language model of one of
+    a classifier, with nothing said about it.
+    """
     config_file.write_text(json.dumps(LLAMA | more))
     found = cli("plan", "--config", config_file, "--seq", 64, "--hardware", "h200")
     assert found.code == 0, found.err
-    line = f"{said}the plan is for training all weights in bf16\n" if said else "llama: "
-    assert found.out.startswith(line)
+    assert found.out.startswith(said)
 
 
 def test_layers_that_may_be_resharded_are_said_to_be_worth_a_plan(cli: Cli, config_file: Path) -> None:

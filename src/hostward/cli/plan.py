@@ -242,11 +242,10 @@ _ASSUMED = (
 
 
 def _not_followed(config: Path) -> str:
-    """Return a line about weights that the file describes and the plan does not have; "" where there are none."""
-    from hostward.trainer.workload import other_weights
+    """Return lines about what the file describes and the plan does not have; "" where there is nothing."""
+    from hostward.trainer.workload import not_planned
 
-    said = other_weights(config)
-    return f"the file says {said}: the plan is for training all weights in bf16\n" if said else ""
+    return "".join(f"{said}\n" for said in not_planned(config))
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,17 +156,26 @@ def config_workload(
     return replace(cached_workload(folder, question, sequence_tokens, trace), microbatches=microbatches)
 
 
-def other_weights(path: Path) -> str:
-    """Return what a config.json says of its weights that is not planned, which are in bf16; "" where there is nothing.
+_CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+"""Ends of names of transformers' causal language models, with images or without."""
+
+
+def not_planned(path: Path) -> list[str]:
+    """Return what a config.json describes and its plan does not have, in sentences: other weights, or another head.
 
     Raises ModelError for what is no configuration.
     """
     _, content = _config_of(path)
     quantized, dtype = content.get("quantization_config"), content.get("dtype", content.get("torch_dtype"))
     method = quantized.get("quant_method") if isinstance(quantized, Mapping) else None
-    said = [f"quantized weights ({method})"] if method else []
-    said += [f"{dtype} weights"] if dtype not in (None, "auto", "bfloat16", "torch.bfloat16") else []
-    return " and ".join(said)
+    weights = [f"quantized weights ({method})"] if method else []
+    weights += [f"{dtype} weights"] if dtype not in (None, "auto", "bfloat16", "torch.bfloat16") else []
+    said = [f"the file says {' and '.join(weights)}: the plan is for training all weights in bf16"] if weights else []
+    classes = content.get("architectures")
+    others = [name for name in classes if not str(name).endswith(_CAUSAL)] if isinstance(classes, list) else []
+    if others:
+        said.append(f"the file says {others[0]}: the plan is for a causal language model, which learns the next token")
+    return said
 
 
 def _config_of(path: Path) -> tuple[Path, Any]:
