@@ -300,6 +300,21 @@ def test_what_others_keep_in_state_does_no_harm() -> None:
     require_equal(loop)
 
 
+@pytest.mark.parametrize("save", [hostward.AdamW.state_dict, hostward.AdamW.sources])
+def test_what_others_keep_in_state_is_said_not_to_be_saved(
+    save: Callable[[hostward.AdamW], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    """torch.optim saves it. Seen red: a lookahead's slow weights, made anew after a resume."""
+    model, optimizer = make("host")
+    one_step(model, optimizer, 0)
+    save(optimizer)
+    assert "slow" not in caplog.text
+    optimizer.state[next(model.parameters())]["slow"] = torch.zeros(())
+    optimizer.state["k"] = 5
+    save(optimizer)
+    assert "optimizer.state has 'k', 'slow'" in caplog.text
+
+
 def test_a_step_in_inference_mode() -> None:
     def loop(model: Net, optimizer: hostward.AdamW) -> None:
         for step in range(3):

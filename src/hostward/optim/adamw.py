@@ -77,6 +77,7 @@ from hostward.optim.param_groups import (
     require_names,
     shown,
     sums_on_host,
+    warn_of_unsaved,
 )
 from hostward.optim.placement import PlacementPolicy, ShareOf
 from hostward.optim.sharded import (
@@ -816,6 +817,7 @@ class AdamW(torch.optim.Optimizer):
     @unfenced
     def _state(self, copy: bool) -> dict[str, Any]:
         self._settle()
+        warn_of_unsaved(self.state)
         # Hooks of other libraries expect tensors.
         if not self._optimizer_state_dict_post_hooks and is_being_wrapped(self):
             state: object = Unmoved(self)
@@ -858,6 +860,7 @@ class AdamW(torch.optim.Optimizer):
         """
         require_uncut(self._parts)
         self._settle()
+        warn_of_unsaved(self.state)
         describer = Describer(self.backend, self._readers, self.state_format)
         found = {t.name: self._access.pieces(t.name) for t in self._tracked}
         return StateSources(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
@@ -18,6 +19,8 @@ from hostward.errors import ConfigError, ModelError, UnknownNameError
 from hostward.model.parameters import ParamRecord
 from hostward.optim.placement import AUTO, ShareOf
 from hostward.runtime.backend import DTYPES, STATE_DTYPES, Backend
+
+log = logging.getLogger("hostward")
 
 NAMES = ("params", "param_names")
 """Keys of a group that say whose it is."""
@@ -164,6 +167,19 @@ def check_state(state: Mapping[Any, Any], parameters: int) -> None:
         fix="set_state_of(name, {'step': 0, 'exp_avg': zeros, 'exp_avg_sq': zeros}) and state_of(name), or "
         "load_state_dict(); or make a new optimizer, to begin anew",
     )
+
+
+def warn_of_unsaved(state: Mapping[Any, Any]) -> None:
+    """Log the keys that other code has put into `optimizer.state`: what is saved does not have them."""
+    ours = [entry for entry in state.values() if type(entry) is StoredElsewhere]
+    others = [key for key, entry in state.items() if type(entry) is not StoredElsewhere]
+    keys = sorted({str(key) for key in (*others, *chain.from_iterable(ours))})
+    if keys:
+        log.warning(
+            "optimizer.state has %s, which other code put there: state_dict() and checkpoints do not have it, so save "
+            "it beside them",
+            shown([repr(key) for key in keys]),
+        )
 
 
 def _hold(groups: Sequence[Mapping[str, Any]], tracked: Sequence[ParamRecord]) -> bool:
