@@ -14,6 +14,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
 from types import FrameType
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -51,14 +52,35 @@ class Reader(Protocol):
         """
 
 
+class _Side(Enum):
+    """State of one reader's fence of one parameter."""
+
+    DOWN = "down"
+    """The weight is there, and what is done with it is not reported."""
+    WATCHED = "watched"
+    """The weight is there, and the reader is told of ways to write it unnoticed."""
+    UP = "up"
+    """The weight may be old: reading it waits, and the reader is told as well."""
+
+
+class Entry:
+    """One reader's fence of one parameter."""
+
+    __slots__ = ("record", "side")
+
+    def __init__(self, record: _Record) -> None:
+        self.record = record
+        self.side = _Side.DOWN
+
+
 class _Record:
-    """Record the fences of one parameter.
+    """Record the fences of one parameter, whose class is the plain one where all are down.
 
     `weak`: hold the parameter weakly, because it may be freed before its fence. Other fences hold it strongly, because
     torch does not swap a tensor that has weak references (`nn.Module.to` of sharded parameters swaps).
     """
 
-    __slots__ = ("fenced", "key", "parameter", "plain", "readers", "up", "watched")
+    __slots__ = ("fenced", "key", "parameter", "plain", "readers")
 
     def __init__(self, parameter: torch.Tensor, *, weak: bool) -> None:
         key = self.key = id(parameter)
@@ -67,9 +89,14 @@ class _Record:
             self.parameter = weakref.ref(parameter, lambda _: _RECORDS.pop(key, None))
         self.plain = _plain_class(parameter)
         self.fenced = _fenced_class(self.plain)
-        self.readers: dict[int, Reader] = {}
-        self.up = self.watched = 0
-        """Bit masks that say which fences are up, and which only report writes; at 0 the class is the plain one."""
+        self.readers: dict[Entry, Reader] = {}
+
+    def all_down(self) -> bool:
+        down = _Side.DOWN
+        for entry in self.readers:  # noqa: SIM110 - faster than `all`, and every layer of every step comes here
+            if entry.side is not down:
+                return False
+        return True
 
 
 _RECORDS: dict[int, _Record] = {}
@@ -83,58 +110,54 @@ class Fence:
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], reader: Reader, *, weak: bool = False) -> None:
-        self._entries: dict[int, tuple[_Record, int]] = {}
+        self._entries: dict[int, Entry] = {}
         for parameter in parameters:
             record = _RECORDS.get(id(parameter))
             if record is None:
                 record = _RECORDS[id(parameter)] = _Record(parameter, weak=weak)
-            bit = next(bit for bit in _bits() if bit not in record.readers)
-            record.readers[bit] = reader
-            self._entries[id(parameter)] = record, bit
+            entry = self._entries[id(parameter)] = Entry(record)
+            record.readers[entry] = reader
         self.close: Callable[[], None] = weakref.finalize(self, _close, list(self._entries.values()))
         """Lower the fence for good; this also happens when the fence is garbage-collected."""
 
-    def entries(self, parameters: Iterable[torch.Tensor] | None = None) -> Sequence[tuple[_Record, int]]:
+    def entries(self, parameters: Iterable[torch.Tensor] | None = None) -> Sequence[Entry]:
         """Return the arguments of `up` and `down` for all parameters, or for the given ones."""
         if parameters is None:
             return list(self._entries.values())
         return [self._entries[id(p)] for p in parameters if id(p) in self._entries]
 
 
-def up(entries: Sequence[tuple[_Record, int]]) -> None:
+def up(entries: Sequence[Entry]) -> None:
     """Raise a fence on these entries."""
-    for record, bit in entries:
-        record.up |= bit
-        record.watched &= ~bit
+    side = _Side.UP
+    for entry in entries:
+        entry.side = side
+        record = entry.record
         parameter = record.parameter()
         if parameter is not None:
             parameter.__class__ = record.fenced
 
 
-def down(entries: Sequence[tuple[_Record, int]], *, watched: bool = False) -> None:
+def down(entries: Sequence[Entry], *, watched: bool = False) -> None:
     """Lower a fence on these entries; `watched`: it still reports what can be written unnoticed, and waits for nothing.
 
     Their weights are there.
     """
-    for record, bit in entries:
-        record.up &= ~bit
-        record.watched = record.watched | bit if watched else record.watched & ~bit
-        parameter = record.parameter()
-        if not (record.up or record.watched) and parameter is not None:
-            parameter.__class__ = record.plain
+    side = _Side.WATCHED if watched else _Side.DOWN
+    for entry in entries:
+        entry.side = side
+        record = entry.record
+        if record.all_down():
+            parameter = record.parameter()
+            if parameter is not None:
+                parameter.__class__ = record.plain
 
 
-def _bits() -> Iterator[int]:
-    bit = 1
-    while True:
-        yield bit
-        bit <<= 1
-
-
-def _close(entries: Sequence[tuple[_Record, int]]) -> None:
+def _close(entries: Sequence[Entry]) -> None:
     down(entries)
-    for record, bit in entries:
-        record.readers.pop(bit, None)
+    for entry in entries:
+        record = entry.record
+        record.readers.pop(entry, None)
         if not record.readers and _RECORDS.get(record.key) is record:
             del _RECORDS[record.key]
 
@@ -223,8 +246,8 @@ def let_arrive(parameters: Sequence[torch.Tensor]) -> None:
         if record is None:  # made by `type(weight)(...)`: no fence is registered for it
             parameter.__class__ = _plain_class(parameter)
             continue
-        for bit, reader in record.readers.items():
-            if not record.watched & bit:
+        for entry, reader in record.readers.items():
+            if entry.side is not _Side.WATCHED:
                 asked.setdefault(id(reader), (reader, []))[1].append(parameter)
     for reader, wanted in asked.values():
         reader.read(wanted)
@@ -247,8 +270,8 @@ def _expose(parameters: Sequence[torch.Tensor], alias: torch.Tensor | None) -> N
         record = _RECORDS.get(id(parameter))
         if record is None:
             continue
-        for bit, reader in record.readers.items():
-            if alias is not None or not record.watched & bit:  # within forward kernels take addresses, to read
+        for entry, reader in record.readers.items():
+            if alias is not None or entry.side is not _Side.WATCHED:  # within forward kernels take addresses, to read
                 reader.exposed(parameter, alias)
 
 
@@ -276,7 +299,7 @@ class _plain:  # noqa: N801
     def __exit__(self, *_: object) -> None:
         for parameter in self._parameters:
             record = _RECORDS.get(id(parameter))
-            if record is not None and (record.up or record.watched):
+            if record is not None and not record.all_down():
                 parameter.__class__ = record.fenced
 
 
