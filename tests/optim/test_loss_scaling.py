@@ -2,19 +2,24 @@
 
 Seen red: the factor applied twice, or not at all; the scaler's flag not raised by an overflow that the norm found; its
 look at gradients forgotten with the step, or kept for the next one; the verdict of a step cleared by the next one,
-which has no gradients, before all of it was skipped.
+which has no gradients, before all of it was skipped; the factor applied once for each dtype of gradients that were
+taken; the scale kept for the next step by one that raised; gradients unscaled in `.grad` and once more by the step; a
+parameter without a gradient in a step refused.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from networks import LATEST, MIXES, loss_of, make, microbatch
-from optimizer_cases import assert_equal, snapshot
+from optimizer_cases import adamw, assert_equal, snapshot
 
-from hostward.errors import ModelError
+import hostward
+from hostward.errors import AsleepError, ModelError
 from hostward.optim.sharded import require_one_scale
-from hostward.runtime.simulated.backend import Order
+from hostward.runtime.simulated.backend import Order, SimulatedBackend
 
 every_mix = pytest.mark.parametrize("mix", MIXES)
 
@@ -82,6 +87,106 @@ def test_a_scaler_and_gradients_set_by_hand(context: bool) -> None:
         scaler.step(optimizer)
         scaler.update()
         assert not optimizer.last_step_skipped
+        results.append(snapshot(model, optimizer) | {"norm": torch.tensor(optimizer.grad_norm)})
+    assert_equal(*results)
+
+
+def two_dtypes(mix: str, **options: Any) -> tuple[torch.nn.ModuleDict, hostward.AdamW]:
+    """A layer in bf16 with its norm in fp32, whose gradients a scaler looks at in two calls; and the optimizer."""
+    torch.manual_seed(0)
+    layers = {"up": torch.nn.Linear(32, 300).bfloat16(), "norm": torch.nn.LayerNorm(300)}
+    model = torch.nn.ModuleDict({**layers, "down": torch.nn.Linear(300, 32).bfloat16()})
+    backend = SimulatedBackend(threads=1, order=Order(eager=True))
+    return model, adamw(model, max_grad_norm=0.5, backend=backend, **{**MIXES[mix], **options})
+
+
+def loss_of_two(model: torch.nn.ModuleDict, step: int, last: str = "down") -> torch.Tensor:
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(step))
+    x = model["norm"](model["up"](x.bfloat16()).float())
+    return (x if last == "norm" else model["down"](x.bfloat16()).float()).square().mean()
+
+
+@pytest.mark.parametrize("gradients", ["device", "host"])
+@every_mix
+def test_a_scaler_unscales_gradients_of_two_dtypes_once(mix: str, gradients: str) -> None:
+    results = []
+    for unscale in (False, True):
+        model, optimizer = two_dtypes(mix, gradients=gradients)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        for step in range(2):
+            with optimizer.accumulate(last=True):
+                scaler.scale(loss_of_two(model, step)).backward()
+            if unscale:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        results.append(snapshot(model, optimizer) | {"norm": torch.tensor(optimizer.grad_norm)})
+    assert_equal(*results)
+
+
+@every_mix
+def test_gradients_of_which_a_scaler_has_unscaled_one_dtype_are_refused(mix: str) -> None:
+    """A second backward leaves gradients of the fp32 norm in `.grad`, and those of `down` offloaded."""
+    model, optimizer = two_dtypes(mix)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for unscale in (True, False):
+        with optimizer.accumulate(last=True):
+            scaler.scale(loss_of_two(model, 0)).backward()
+        scaler.scale(loss_of_two(model, 1, "norm")).backward()
+        if not unscale:  # the step is the only one to unscale, and right
+            scaler.step(optimizer)
+            assert 0 < optimizer.grad_norm < 10
+            break
+        scaler.unscale_(optimizer)
+        before = snapshot(model, optimizer)
+        with pytest.raises(ModelError, match=r"(?s)unscaled .*'norm.weight', and .*another dtype.*accumulate"):
+            scaler.step(optimizer)
+        assert_equal(snapshot(model, optimizer), before)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("context", [True, False])
+@every_mix
+def test_a_scaler_passes_over_gradients_that_were_used(mix: str, context: bool) -> None:
+    """A layer that a step leaves out has what `zero_grad` has not cleared, or nothing."""
+    results = []
+    for clear in (lambda o: o.zero_grad(), lambda o: o.zero_grad(set_to_none=False), lambda _: None):
+        model, optimizer = make(mix)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        for step in range(3):
+            with microbatch(optimizer, context, True):
+                scaler.scale(loss_of(model, step, without=1 if step == 1 else None)).backward()
+            if step == 1:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            clear(optimizer)
+        results.append(snapshot(model, optimizer) | {"norm": torch.tensor(optimizer.grad_norm)})
+    assert_equal(results[0], results[1])
+    assert_equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("unscale", [True, False])
+@pytest.mark.parametrize("kind", ["state", "weights"])
+def test_a_step_that_raised_leaves_no_scale_for_the_next(kind: str, unscale: bool) -> None:
+    """`scaler.step` sets the scale before the step, multiplied by one that it finds."""
+    results = []
+    for raises in (False, True):
+        model, optimizer = make("mixed")
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        for step in range(2):
+            scaler.scale(loss_of(model, step)).backward()
+            if unscale:
+                scaler.unscale_(optimizer)
+            if raises:
+                optimizer.sleep((kind,))
+                with pytest.raises(AsleepError):
+                    scaler.step(optimizer)
+                optimizer.wake()
+            scaler.step(optimizer)
+            scaler.update()
         results.append(snapshot(model, optimizer) | {"norm": torch.tensor(optimizer.grad_norm)})
     assert_equal(*results)
 

@@ -606,17 +606,21 @@ class AdamW(torch.optim.Optimizer):
             ModelError: a replaced parameter, or a gradient of a kind that cannot be stepped. Nothing has been changed
                 then.
         """
-        self._sleeper.asleep.require(_ALL_KINDS, "step() is called")
-        self._executor.require_whole()
-        if self._stages is not None:
-            require_one_scale(self, self._stages)
-        self._scaled = self._scaling()[1] is not None
-        scale = checked_scale(gradient_scale, self.backend.device)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._step(scale)
+        try:
+            self._sleeper.asleep.require(_ALL_KINDS, "step() is called")
+            self._executor.require_whole()
+            if self._stages is not None:
+                require_one_scale(self, self._stages)
+            self._scaled = self._scaling()[1] is not None
+            scale = checked_scale(gradient_scale, self.backend.device)
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._step(scale)
+        except BaseException:
+            self._forget_scaling()
+            raise
         return loss
 
     @unfenced
@@ -647,6 +651,8 @@ class AdamW(torch.optim.Optimizer):
             waiting = self._grad_hooks.waiting()
         if self.tied.names:
             self.tied.require_added_up(self._by_name)
+        if self._scaling()[0] is None:  # else the scaler has looked at gradients, and unscaled none
+            self._grad_hooks.require_unscaled_alike()
         gradients = {t.name: gradient_of(t) for t in waiting}
         self._executor.check(gradients)
         if gradients or self._grad_hooks.taken:
@@ -718,6 +724,15 @@ class AdamW(torch.optim.Optimizer):
     def _scaling(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return what a gradient scaler says, if it looked at the gradients."""
         return getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+
+    def _forget_scaling(self) -> None:
+        """Delete what a gradient scaler has set for a step that raises, as it does itself after one that does not.
+
+        It multiplies what it finds by its scale: the next step would divide gradients by the scale twice.
+        """
+        if self._scaling()[1] is not None:
+            for name in ("grad_scale", "found_inf"):
+                vars(self).pop(name, None)
 
     __repr__ = described
 

@@ -198,6 +198,10 @@ class GradientHooks:
         """Names of those of this step whose gradient the program holds besides `.grad`, and may overwrite after it."""
         self.unscaled: list[tuple[torch.Tensor, torch.Tensor]] = []
         """(found_inf, inverse scale) that a gradient scaler passed for gradients that were offloaded."""
+        self._unscaled_later: set[torch.dtype] = set()
+        """Dtypes of these gradients: a scaler passes those of each dtype together."""
+        self._here_meanwhile: dict[str, torch.dtype] = {}
+        """Names and dtypes of gradients that were in `.grad` then."""
         self.armed = False
         """No further microbatch adds to what backward makes now: it is final."""
         self.inside = False
@@ -370,8 +374,35 @@ class GradientHooks:
         parameter.grad = placeholder
         self.taken.add(name)
 
-    def note_unscaled(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-        self.unscaled.append((found_inf, inv_scale))
+    def note_unscaled(self, found_inf: torch.Tensor, inv_scale: torch.Tensor, dtype: torch.dtype) -> None:
+        """Keep what a gradient scaler passed, once for all dtypes that it passes one after another."""
+        if all(flag is not found_inf for flag, _ in self.unscaled):
+            self.unscaled.append((found_inf, inv_scale))
+        self._unscaled_later.add(dtype)
+        for t in self._tracked:
+            grad = t.parameter.grad
+            if grad is not None and not isinstance(grad, OffloadedGrad) and t.parameter.numel():
+                self._here_meanwhile[t.name] = grad.dtype
+
+    def require_unscaled_alike(self) -> None:
+        """Check that a gradient scaler's factor is still to be applied to all gradients, or to none of them.
+
+        Raises:
+            ModelError: it was applied to gradients of one dtype, which were in `.grad`.
+        """
+        apart = [name for name, dtype in self._here_meanwhile.items() if dtype not in self._unscaled_later]
+        if apart:
+            raise ModelError(
+                f"scaler.unscale_() has unscaled the gradient of parameter {apart[0]!r}, and that of others not yet",
+                why="gradients of another dtype are offloaded: the step unscales them, and would unscale all alike",
+                fix="run the last backward of the step within optimizer.accumulate(last=True) and call unscale_() "
+                "after it, or leave unscale_() out: scaler.step() unscales",
+            )
+
+    def _forget_unscaled(self) -> None:
+        self.unscaled.clear()
+        self._unscaled_later.clear()
+        self._here_meanwhile.clear()
 
     def waiting(self) -> list[ParamRecord]:
         """Return the parameters whose gradient is still in `.grad`.
@@ -441,7 +472,7 @@ class GradientHooks:
                 parameter.grad = None
         self.taken.clear()
         self.held.clear()
-        self.unscaled.clear()
+        self._forget_unscaled()
         if self.tied.names:
             self.tied.forget()
 
@@ -451,7 +482,7 @@ class GradientHooks:
         self._fate = Fate()
         self.taken.clear()
         self.held.clear()
-        self.unscaled.clear()
+        self._forget_unscaled()
 
     def used_only(self) -> bool:
         """Report whether there are gradients and a step has used all of them."""
@@ -478,10 +509,10 @@ class _Unscaled:
         # Not the optimizer: each OffloadedGrad in `.grad` holds this, and the model outlives the optimizer.
         self._grad_hooks = grad_hooks
 
-    def __call__(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    def __call__(self, found_inf: torch.Tensor, inv_scale: torch.Tensor, dtype: torch.dtype) -> None:
         grad_hooks = self._grad_hooks()
         if grad_hooks is not None:
-            grad_hooks.note_unscaled(found_inf, inv_scale)
+            grad_hooks.note_unscaled(found_inf, inv_scale, dtype)
 
 
 class _Before:

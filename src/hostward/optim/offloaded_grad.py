@@ -41,8 +41,13 @@ _FIXES = {
 }
 
 
+_UNSCALING = "_amp_foreach_non_finite_check_and_unscale_"
 _ZEROING = "zero_", "_foreach_zero_"
 _FIX_OF_ZEROING = "drop it instead: optimizer.zero_grad(), or model.zero_grad() without set_to_none=False"
+
+
+Unscaled = Callable[[torch.Tensor, torch.Tensor, torch.dtype], None]
+"""Takes (found_inf, inverse scale) that a gradient scaler passed for offloaded gradients of one dtype."""
 
 
 class Fate:
@@ -58,7 +63,7 @@ class OffloadedGrad(torch.Tensor):
     made_for: torch.dtype
     """`dtype`, which is slow to read from a subclass of tensors."""
     fate: Fate
-    unscaled: Callable[[torch.Tensor, torch.Tensor], None]
+    unscaled: Unscaled
 
     @staticmethod
     def __new__(
@@ -67,7 +72,7 @@ class OffloadedGrad(torch.Tensor):
         like: torch.Tensor,
         dtype: torch.dtype,
         fate: Fate,
-        unscaled: Callable[[torch.Tensor, torch.Tensor], None],
+        unscaled: Unscaled,
     ) -> OffloadedGrad:
         made: OffloadedGrad = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=dtype, device=like.device)
         made.parameter_name, made.made_for, made.fate, made.unscaled = name, dtype, fate, unscaled
@@ -81,9 +86,8 @@ class OffloadedGrad(torch.Tensor):
     ) -> Any:
         moved = [a for a in _flat(args) if isinstance(a, OffloadedGrad)]
         name = func.overloadpacket.__name__
-        if name == "_amp_foreach_non_finite_check_and_unscale_" and all(m.fate.now is Where.TAKEN for m in moved):
-            # A gradient scaler looks for infinities and applies its factor: the norm does both, a little later.
-            moved[0].unscaled(args[1], args[2])
+        if name == _UNSCALING and all(m.fate.now in (Where.TAKEN, Where.USED) for m in moved):
+            _unscale(func, args, [m for m in moved if m.fate.now is Where.TAKEN])
             return None
         if name in _ZEROING and all(m.fate.now in (Where.USED, Where.LOST) for m in moved):
             return args[0] if name == "zero_" else None
@@ -134,6 +138,20 @@ class OffloadedGrad(torch.Tensor):
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"OffloadedGrad({self.parameter_name!r}, {self.fate.now.value}, {tuple(self.shape)}, {self.dtype})"
+
+
+def _unscale(func: Any, args: Sequence[Any], taken: Sequence[OffloadedGrad]) -> None:
+    """Look for infinities and apply a scaler's factor: for gradients that are `taken` the norm does both, a little
+    later, and for all of their dtype with them.
+
+    A parameter whose gradient was used has none in this step.
+    """
+    if taken:
+        taken[0].unscaled(args[1], args[2], taken[0].made_for)
+        return
+    here = [gradient for gradient in args[0] if not isinstance(gradient, OffloadedGrad)]
+    if here:
+        func(here, args[1], args[2])
 
 
 def _flat(args: Sequence[Any]) -> list[Any]:

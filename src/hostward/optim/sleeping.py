@@ -441,7 +441,7 @@ def _difference(before: DeviceMemory | None, after: DeviceMemory | None) -> tupl
     return before.allocated_bytes - after.allocated_bytes, after.free_bytes - before.free_bytes
 
 
-def _refuse_unscaling(*_: torch.Tensor) -> None:
+def _refuse_unscaling(*_: object) -> None:
     """Do nothing: a stand-in for a sleeping gradient raises before it could be unscaled."""
 
 
