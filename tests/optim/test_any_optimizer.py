@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import itertools
 import weakref
 from typing import Any
@@ -274,6 +275,10 @@ def test_detach_brings_everything_back_and_goes_on() -> None:
     assert states.offloaded_bytes == 0
     assert {k: n for k, n in states.backend.ledger.held_bytes.items() if n} == {}
     assert_same(optimizer, plain)
+    assert {type(entry) for entry in optimizer.state.values()} == {dict}  # torch.load takes these alone
+    torch.save(optimizer.state_dict(), saved := io.BytesIO())
+    saved.seek(0)
+    torch.load(saved, weights_only=True)
     train(plain, optimizer, steps=1, first=2)
     assert_same(optimizer, plain)
     again = offload_optimizer_states(optimizer, chunk_size_mb=1, backend=simulated())

@@ -535,7 +535,7 @@ class AwayState:
         self.share = Share(self.share.fraction)
 
     def bring_back(self, state: State) -> None:
-        """Reload all state into device tensors of its own, chunk by chunk.
+        """Reload all state into device tensors of its own, chunk by chunk, and leave plain dicts of them.
 
         Raises:
             MemoryLimitError: the device has no room; the chunks that were not reloaded are still here.
@@ -564,6 +564,9 @@ class AwayState:
                 state[p].update(bundle)
             for p in list(chunk.places):
                 self.forget(p)
+        for p, entry in list(state.items()):
+            if isinstance(entry, Entry):  # of which torch.load takes no copy with weights_only=True
+                state[p] = dict(entry)
 
     def _free(self, chunk: Chunk) -> None:
         self.chunks.remove(chunk)
