@@ -3,7 +3,8 @@
 Seen red with: the master left out of a load, the step count left out, the host weights left as they were, views of the
 slabs handed out, groups updated before the check, names not compared, bf16 rounded half down, views copied, views
 where copies were asked for, pieces that do not lie end to end taken for one, the last part of a master left out,
-weights that are not contiguous left as they were, memory not asked for, names of another kind let through.
+weights that are not contiguous left as they were, memory not asked for, names of another kind let through, tensors that
+cannot be read found where others have been written.
 """
 
 from __future__ import annotations
@@ -222,10 +223,17 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "other shape": (_edit("head.weight", "exp_avg", torch.zeros(100, 90)), r"\(100, 90\).*expected.*\(90, 100\)"),
     "other dtype": (_edit("head.weight", "master", torch.zeros(90, 100).bfloat16()), "bfloat16"),
     "not a tensor": (_edit("head.weight", "exp_avg", [0.0]), "exp_avg of parameter 'head.weight'"),
+    "on no device": (_edit("head.weight", "exp_avg", torch.zeros(90, 100, device="meta")), "no plain dense tensor"),
+    "sparse": (_edit("head.weight", "exp_avg_sq", torch.zeros(90, 100).to_sparse()), "no plain dense tensor"),
+    "a negative view": (
+        _edit("head.weight", "master", torch.zeros(90, 100, dtype=torch.complex64).conj().imag),
+        "no plain dense tensor",
+    ),
     "step of floats": (_edit("head.weight", "step", torch.tensor(1.5)), "step of parameter 'head.weight'"),
     "negative step": (_edit("head.weight", "step", torch.tensor(-1)), "step of parameter 'head.weight'"),
     "bad lr": (lambda s: s["param_groups"][0].update(lr=float("nan")), "unusable"),
     "bad betas": (lambda s: s["param_groups"][0].update(betas=[0.9]), "unusable"),
+    "no betas": (lambda s: s["param_groups"][0].update(betas=None), "unusable"),
 }
 
 

@@ -251,6 +251,13 @@ class StateAccess:
                     fix="load a state of the same model",
                 )
             part = tracked.part_of(value)
+            if part.layout is not torch.strided or part.is_meta or part.is_neg():
+                raise CheckpointError(
+                    f"{role} of parameter {name!r} is no plain dense tensor in the saved state",
+                    why="its values would be read while others have been written: it is sparse, on the meta device, or "
+                    "a negative view",
+                    fix="load dense tensors, with no map_location='meta'",
+                )
             if self._is_fp8(name, role) and not _fits_fp8(part.reshape(-1), role):
                 raise rounds_to_fp8(f"{role} of parameter {name!r}")
 
@@ -659,7 +666,9 @@ def checked_settings(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[
     Raises CheckpointError for hyper-parameters that no step can be made with.
     """
     left_out = (*NAMES, *SAID_BY_GROUPS)
-    settings = {key: tuple(value) if key == "betas" else value for key, value in saved.items() if key not in left_out}
+    settings = {key: value for key, value in saved.items() if key not in left_out}
+    if isinstance(settings.get("betas"), list):
+        settings["betas"] = tuple(settings["betas"])
     try:
         check_group({**mine, **settings})
     except ConfigError as error:
