@@ -2,7 +2,7 @@
 
 Seen red with: the hyper-parameters of group 0 for all groups, tables that pile up, a refused group left in, weights not
 looked at before a group is added, the order of groups and parameters, names and lost keys not looked at, groups not
-looked at before saving.
+looked at before saving, a group added within a microbatch.
 """
 
 from __future__ import annotations
@@ -175,6 +175,24 @@ def test_a_group_that_is_refused_leaves_the_optimizer_whole(bad: dict[str, Any])
     optimizer.step()
     assert_equal(snapshot(model, optimizer), expected.snapshot())
     optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_a_group_added_within_a_microbatch_is_refused(last: bool) -> None:
+    """Its gradients would be offloaded for the optimizer as it was, and the step would find none."""
+    results = []
+    for adds in (False, True):
+        model = mlp()
+        optimizer = adamw(model, offload_fraction=0.5)
+        with optimizer.accumulate(last=last):
+            loss = mlp_loss(model, 0)
+            if adds:
+                with pytest.raises(ModelError, match=r"group added within accumulate\(\)"):
+                    optimizer.add_param_group({"params": [("new", torch.nn.Parameter(torch.ones(3)))]})
+            loss.backward()
+        optimizer.step()
+        results.append(snapshot(model, optimizer))
+    assert_equal(*results)
 
 
 @pytest.mark.parametrize("fraction", PLACES)

@@ -230,6 +230,10 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         "no plain dense tensor",
     ),
     "step of floats": (_edit("head.weight", "step", torch.tensor(1.5)), "step of parameter 'head.weight'"),
+    "a step on no device": (
+        _edit("head.weight", "step", torch.tensor(1, device="meta")),
+        "step of parameter 'head.weight' is .*meta",
+    ),
     "negative step": (_edit("head.weight", "step", torch.tensor(-1)), "step of parameter 'head.weight'"),
     "bad lr": (lambda s: s["param_groups"][0].update(lr=float("nan")), "unusable"),
     "bad betas": (lambda s: s["param_groups"][0].update(betas=[0.9]), "unusable"),

@@ -398,6 +398,12 @@ class AdamW(torch.optim.Optimizer):
                     why="the optimizer has taken the gradients of the parameters that it has",
                     fix="add it after step() or after zero_grad()",
                 )
+            if self._grad_hooks.inside:
+                raise ModelError(
+                    "a parameter group added within accumulate()",
+                    why="the gradients of this microbatch would be offloaded for the optimizer as it was",
+                    fix="add it before accumulate() or after step()",
+                )
             self._sleeper.asleep.require(_ALL_KINDS, "a parameter group is added")
             self._places = ParamRegistry(self._places.module)
             (param_group,) = named_groups([param_group], self._places)

@@ -345,7 +345,7 @@ def _lacks(roles: Sequence[str], name: str) -> CheckpointError:
 
 
 def _is_count(value: object) -> bool:
-    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_floating_point():
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_floating_point() and not value.is_meta:
         value = value.item()
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
