@@ -7,7 +7,8 @@ last microbatch alone; ranges that the last microbatch did not touch left withou
 overtakes one which waits for its bucket; an inbox that is not waited for; gradients refilled before their memory was
 released; slots taken in the first microbatch; what stays on the device added up in its own dtype; tied weights in the
 dtype of their parameters on the host; `zero_grad` that leaves zeros on the device alone; what one backward contributes
-cast before it is added up, on the device alone; layers that were frozen at first and got no hooks.
+cast before it is added up, on the device alone; layers that were frozen at first and got no hooks;
+stand-ins not put back after `torch.autograd.grad`.
 """
 
 from __future__ import annotations
@@ -96,6 +97,18 @@ def test_t29_several_backwards_in_one_microbatch() -> None:
     def backward(model: Net, step: int, i: int) -> None:
         for k in range(2):
             loss_of(model, 100 * step + 10 * i + k).backward()
+
+    agrees(backward)
+
+
+@pytest.mark.parametrize("which", ["all", "some"])
+def test_totals_are_kept_where_autograd_grad_asks_for_gradients(which: str) -> None:
+    """As a program that logs them does. The hooks run then, and nothing is added to `.grad`."""
+
+    def backward(model: Net, step: int, i: int) -> None:
+        loss = loss_of(model, 10 * step + i)
+        loss.backward(retain_graph=True)
+        torch.autograd.grad(loss, list(model.parameters())[:: 1 if which == "all" else 3], allow_unused=True)
 
     agrees(backward)
 

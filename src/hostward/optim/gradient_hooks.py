@@ -191,6 +191,8 @@ class GradientHooks:
         self.tied = Tied({}) if tied is None else tied
         self._leave = leave
         self._placeholders: dict[str, OffloadedGrad] = {}
+        self._lifted: dict[str, OffloadedGrad] = {}
+        """Stand-ins taken out of `.grad` in this backward, by name, for a gradient that has not come yet."""
         self._fate = Fate()
         """Fate shared by the gradients that are offloaded now."""
         self.taken: set[str] = set()
@@ -254,13 +256,23 @@ class GradientHooks:
             raise_lost(t.name)
         if moved.fate.now is Where.TAKEN and t.name in self.summed:
             self._taker.flush(t.name)
-            t.parameter.grad = None
+            t.parameter.grad, self._lifted[name] = None, moved
+            torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._put_back, name))
         elif moved.fate.now is Where.TAKEN and t.name in self.taken:
             # A second backward, or a weight that two reentrant checkpoints share: it was not final after all.
             self.taken.discard(t.name)
             t.parameter.grad = t.like(self._taker.reload_gradient(t.name).view(t.local.shape))
         else:
             t.parameter.grad = None
+
+    def _put_back(self, name: str) -> None:
+        """Put the stand-in back when backward is over and nothing was added: torch.autograd.grad() runs the hooks of
+        the parameters that it is asked for, and leaves `.grad` alone.
+        """
+        lifted = self._lifted.pop(name, None)
+        if lifted is not None:
+            with without_functions():
+                self._by_name[name].parameter.grad = lifted
 
     def drop_cleared(self) -> None:
         """Forget all offloaded gradients if they were all cleared through the module.
@@ -276,6 +288,7 @@ class GradientHooks:
         host.
         """
         t = self._by_name[name]
+        self._lifted.pop(name, None)
         self.captured = _capturing(t.parameter)
         self._taker.require_used(t.name)
         if self._leave is not None:
