@@ -3,7 +3,8 @@
 Seen red: a placeholder that lets an operation through; nothing marked as lost after an interrupted backward; the
 context left armed by an exception; replaced or cleared gradients not looked for; a scaler's factor applied twice, or
 not at all, to gradients that were taken; its flag not raised; gradients of zero size taken; one that backward did not
-make (None of a custom function) looked for, or the one of before taken back for it.
+make (None of a custom function) looked for, or the one of before taken back for it; one that was moved to another
+parameter passed over, at the step and in backward; gradients left as they are beside stand-ins that are zeroed.
 """
 
 from __future__ import annotations
@@ -209,6 +210,34 @@ def test_a_gradient_replaced_by_hand_is_refused() -> None:
     assert "accumulate(last=True)" in caught.value.fix
     optimizer.zero_grad()
     goes_on_as_if_nothing_had_been(model, optimizer)
+
+
+@pytest.mark.parametrize("way", ["swapped", "shared", "of a layer without one"])
+@pytest.mark.parametrize("then", ["step", "backward"])
+def test_a_gradient_that_is_put_elsewhere_is_refused(way: str, then: str) -> None:
+    """The step would be made as if it had stayed where it was."""
+    model, optimizer = make("host")
+    with optimizer.accumulate(last=True):
+        loss_of(model, 0, without=2 if way == "of a layer without one" else None).backward()
+    first, second = model.blocks[2].up.weight, model.blocks[1].up.weight
+    first.grad, second.grad = second.grad, first.grad if way == "swapped" else second.grad
+    with pytest.raises(
+        ModelError, match=r"'blocks\.[12]\.up\.weight' was put into \.grad of 'blocks\.[12]\.up\.weight'"
+    ):
+        optimizer.step() if then == "step" else loss_of(model, 1).backward(inputs=[first])
+    optimizer.zero_grad()
+    goes_on_as_if_nothing_had_been(model, optimizer)
+
+
+def test_gradients_among_those_that_are_used_up_are_zeroed() -> None:
+    """A backward of one layer comes after a step; its gradient is to be thrown away, by one call for all."""
+    model, optimizer = taken()
+    optimizer.step()
+    model.head(torch.ones(2, 32)).sum().backward()
+    torch._foreach_zero_([p.grad for p in model.parameters()])
+    assert model.head.weight.grad is not None
+    assert not model.head.weight.grad.any()
+    assert isinstance(model.scale.grad, OffloadedGrad)
 
 
 @every_mix

@@ -112,6 +112,14 @@ def _of_another(name: str, grad: OffloadedGrad) -> ModelError:
     )
 
 
+def _misplaced(name: str, grad: OffloadedGrad) -> ModelError:
+    return ModelError(
+        f"the gradient of parameter {grad.parameter_name!r} was put into .grad of {name!r}",
+        why="the optimizer has taken it already; the step would be made as if it had stayed where it was",
+        fix='move gradients before the last backward ends, or leave accumulate(last=True) and gradients="host" out',
+    )
+
+
 class Borrowed(Enum):
     """Says what became of gradients that lie in memory of others, who overwrite it for the next step."""
 
@@ -254,6 +262,8 @@ class GradientHooks:
             return
         if moved.fate.now is Where.LOST:
             raise_lost(t.name)
+        if moved.fate.now is Where.TAKEN and moved.parameter_name != name:
+            raise _misplaced(name, moved)
         if moved.fate.now is Where.TAKEN and t.name in self.summed:
             self._taker.flush(t.name)
             t.parameter.grad, self._lifted[name] = None, moved
@@ -432,6 +442,8 @@ class GradientHooks:
                     raise_lost(t.name)
                 if grad.unscaled is not self._unscaled:
                     raise _of_another(t.name, grad)
+                if grad.parameter_name != t.name and grad.fate.now is Where.TAKEN:
+                    raise _misplaced(t.name, grad)
             elif grad is None:
                 if t.name in taken:
                     cleared.append(t.name)

@@ -90,7 +90,12 @@ class OffloadedGrad(torch.Tensor):
             _unscale(func, args, [m for m in moved if m.fate.now is Where.TAKEN])
             return None
         if name in _ZEROING and all(m.fate.now in (Where.USED, Where.LOST) for m in moved):
-            return args[0] if name == "zero_" else None
+            if name == "zero_":
+                return args[0]
+            for gradient in args[0]:
+                if not isinstance(gradient, OffloadedGrad):
+                    gradient.zero_()
+            return None
         if name == "_to_copy" and moved[0].fate.now is Where.USED:
             return moved[0]._like(kwargs or {})
         raise moved[0].error(name)
