@@ -360,6 +360,32 @@ def test_momentum_that_some_only_have_yet_is_for_one_call() -> None:
     assert states.offloaded_bytes > 0
 
 
+@pytest.mark.parametrize("foreach", [False, True])
+def test_adafactor_of_two_dtypes_is_for_one_call(foreach: bool) -> None:
+    """Without an eps of its own, torch takes that of the first parameter's dtype for all of a call."""
+
+    def make(g: Any) -> torch.optim.Optimizer:
+        for group in g:
+            group["params"] = [
+                p.bfloat16() if i % 2 else p for i, p in enumerate(map(torch.Tensor.detach, group["params"]))
+            ]
+        return torch.optim.Adafactor(g, lr=1e-2, foreach=foreach)
+
+    plain, (optimizer, states) = make(groups(parameters())), offloaded(make)
+    for n in range(3):
+        for each in (plain, optimizer):
+            set_gradients(all_parameters(each), n)
+            for p in all_parameters(each):
+                p.grad.mul_(1e-4)  # so that eps counts
+            each.step()
+    assert not stepped_alone(optimizer)
+    assert_same(optimizer, plain)
+    assert states.offloaded_bytes > 0
+    for group in optimizer.param_groups:
+        group["eps"] = (1e-5, 1e-3)
+    assert stepped_alone(optimizer)
+
+
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "SGD": [{"momentum": 0.9, "foreach": True}, {"momentum": 0.9, "fused": True}, {"momentum": 0.9, "nesterov": True}],
     "Adam": [{"foreach": True, "amsgrad": True}, {"fused": True}, {"foreach": False}, {"maximize": True}],

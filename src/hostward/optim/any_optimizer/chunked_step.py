@@ -265,7 +265,7 @@ def stepped_alone(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
 
     torch's own steps treat each parameter alone, but choose between kernels by all that a call is given: gradients of
     which some only are sparse, or have other strides than their parameters, need one call, and so does a momentum of
-    SGD that some only have yet. So do all parameters of steps of other packages.
+    SGD that some only have yet, and Adafactor of several dtypes. So do all parameters of steps of other packages.
     """
     if isinstance(optimizer, CombinedOptimizer):
         return set().union(*map(stepped_alone, optimizer.optimizers))
@@ -283,6 +283,8 @@ def stepped_alone(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
             return set()
         if isinstance(optimizer, torch.optim.SGD) and _begins_for_some(optimizer, group):
             return set()
+        if isinstance(optimizer, torch.optim.Adafactor) and _takes_eps_of_first(group):
+            return set()
     return set(parameters)
 
 
@@ -295,6 +297,13 @@ def _begins_for_some(optimizer: torch.optim.SGD, group: dict[str, Any]) -> bool:
         return False
     has = {at_rest(optimizer.state.get(p, {})).get("momentum_buffer") is not None for p in stepped}
     return len(has) == 2 and any(p.element_size() == 2 for p in stepped)
+
+
+def _takes_eps_of_first(group: dict[str, Any]) -> bool:
+    """Return whether Adafactor's first eps is not given, and its parameters differ in dtype: torch derives it from the
+    first parameter of a call, and then uses it for all others.
+    """
+    return group["eps"][0] is None and len({p.dtype for p in group["params"] if p.grad is not None}) > 1
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
