@@ -445,11 +445,14 @@ def test_what_would_move_the_model_is_refused() -> None:
 
 
 def test_a_replaced_weight_is_refused() -> None:
+    """Seen red: a KeyError where it was read."""
     model = frozen()
     run = hostward.attach(model, weights=ALL, backend=SimulatedBackend(threads=1))
-    layer(model, 2).mlp.up_proj.weight.data = torch.ones(96, 64, dtype=torch.bfloat16)
-    with pytest.raises(ModelError, match=r"layers\.2\.mlp\.up_proj\.weight' of an offloaded layer was replaced"):
-        loss_of(model, 0)
+    weight = layer(model, 2).mlp.up_proj.weight
+    weight.data = torch.ones(96, 64, dtype=torch.bfloat16)
+    for use in (lambda: loss_of(model, 0), weight.clone, lambda: weight.data):
+        with pytest.raises(ModelError, match=r"layers\.2\.mlp\.up_proj\.weight' of an offloaded layer was replaced"):
+            use()
     assert run is not None
 
 

@@ -397,7 +397,11 @@ class OffloadedWeights:
 
     def _of_parameter(self, parameter: torch.Tensor) -> Weight:
         with without_functions():
-            return self._of_storage[local_of(parameter).untyped_storage()._cdata][1]
+            found = self._of_storage.get(local_of(parameter).untyped_storage()._cdata)
+        if found is None:
+            weight = next(weight for _, weight in self._of_storage.values() if weight.parameter is parameter)
+            raise weight.has_other_memory()
+        return found[1]
 
     @contextmanager
     def all_here(self) -> Iterator[None]:

@@ -94,6 +94,10 @@ class Weight:
         what = f"weight {self.name!r} of an offloaded layer was replaced"
         return ModelError(what, why=why, fix="detach(), change the model, and attach again")
 
+    def has_other_memory(self) -> ModelError:
+        """Return the error for a parameter whose storage is another one than at `attach`."""
+        return self.replaced("the model was moved, or .data assigned, after attach()")
+
     def written(self) -> bool:
         """Return whether the weight on the device may differ from its host copy."""
         if self.changed is not None:
@@ -315,7 +319,7 @@ class Residency:
             )
         for weight in layer.weights:
             if local_of(weight.parameter).untyped_storage()._cdata != weight.storage._cdata:
-                raise weight.replaced("the model was moved, or .data assigned, after attach()")
+                raise weight.has_other_memory()
         if not layer.resident:
             with ExitStack() as undo:
                 for weight in layer.weights:
