@@ -58,9 +58,9 @@ class _Side(Enum):
     DOWN = "down"
     """The weight is there, and what is done with it is not reported."""
     WATCHED = "watched"
-    """The weight is there, and the reader is told of ways to write it unnoticed."""
+    """The weight is there, and ways to write it unnoticed are reported to the reader."""
     UP = "up"
-    """The weight may be old: reading it waits, and the reader is told as well."""
+    """The weight may be old: reading it waits, and such ways are reported as well."""
 
 
 class Entry:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -196,6 +197,7 @@ def save(hardware: Hardware, path: Path) -> None:
     replace_text(path, hardware.to_json(), what="hardware file")
 
 
+@cache
 def profile(name: str) -> Hardware:
     """Return a shipped profile by its name in `PROFILES`. Raises ConfigError for another name."""
     if name not in PROFILES:

@@ -171,7 +171,7 @@ class Frontier:
         if not self._holds_fitting(budgets):
             self._sets = self._weight_sets()
             self.widen()
-            if not self._holds_fitting(budgets) and budgets.may_hold(self.workload.least_bytes):
+            if not self._holds_fitting(budgets) and self._may_fit(budgets):
                 self.approach(budgets)
         return self._holds_fitting(budgets)
 
@@ -215,6 +215,10 @@ class Frontier:
     def _away(self, streamed: float, keep: Keep, count: int) -> Candidate:
         return self._alike(1.0, streamed, keep, frozenset(layer.name for layer in self.workload.repeated[:count]))
 
+    def _may_fit(self, budgets: Budgets) -> bool:
+        """Return False where no choice can fit, by a bound that needs no estimate."""
+        return budgets.may_hold(self.workload.least_bytes)
+
     def _holds_fitting(self, budgets: Budgets) -> bool:
         return any(not budgets.over(candidate.needs) for candidate in self._seen.values())
 
@@ -232,8 +236,10 @@ class Frontier:
 
     def fits_by_bytes(self, budgets: Budgets) -> bool:
         """Return whether the frontier fits, or a search by bytes alone; then `best_at_last` finds a choice, too."""
-        if self.fits(budgets) or not budgets.may_hold(self.workload.least_bytes):
-            return self._holds_fitting(budgets)
+        if self.fits(budgets):
+            return True
+        if not self._may_fit(budgets):
+            return False
         found = ((self.least(name, budgets), limit) for name, limit in budgets.limits.items())
         return any(size is not None and size <= limit for size, limit in found)
 
@@ -261,7 +267,7 @@ class Frontier:
         """
         if (budgets, name) not in self._least:
             others = budgets.without(name)
-            far = not budgets.may_hold(self.workload.least_bytes) and not self._holds_fitting(others)
+            far = not self._may_fit(budgets) and not self._holds_fitting(others)
             in_vain = far and self.smallest(others) is None
             self._least[budgets, name] = None if in_vain else self._least_of(name, budgets, self.approach(budgets))
         return self._least[budgets, name]
@@ -298,7 +304,7 @@ class Frontier:
 
         Of few buckets all shares are searched, and each is much of the memory.
         """
-        if not budgets.may_hold(self.workload.least_bytes):
+        if not self._may_fit(budgets):
             return False
         if len(self.workload.inventory.buckets) <= FEW_BUCKETS:
             return True
