@@ -151,8 +151,9 @@ def test_no_room_on_the_device_leaves_everything_asleep() -> None:
     model, optimizer = large(GIB)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer.sleep()
-    assert torch.cuda.memory_reserved() < GIB // 2, torch.cuda.memory_summary()
-    torch.cuda.set_per_process_memory_fraction(0.001)
+    reserved, _, total = torch.cuda.memory_reserved(), *torch.cuda.mem_get_info()
+    assert reserved - torch.cuda.memory_allocated() < GIB // 2, torch.cuda.memory_summary()  # others may hold memory
+    torch.cuda.set_per_process_memory_fraction((reserved + GIB // 8) / total)
     try:
         with pytest.raises(hostward.errors.MemoryLimitError, match="call wake"):
             optimizer.wake()
