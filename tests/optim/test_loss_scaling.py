@@ -3,8 +3,8 @@
 Seen red: the factor applied twice, or not at all; the scaler's flag not raised by an overflow that the norm found; its
 look at gradients forgotten with the step, or kept for the next one; the verdict of a step cleared by the next one,
 which has no gradients, before all of it was skipped; the factor applied once for each dtype of gradients that were
-taken; the scale kept for the next step by one that raised; gradients unscaled in `.grad` and once more by the step; a
-parameter without a gradient in a step refused.
+taken; of two factors the last alone; the scale kept for the next step by one that raised; gradients unscaled in `.grad`
+and once more by the step; a parameter without a gradient in a step refused.
 """
 
 from __future__ import annotations
@@ -71,6 +71,24 @@ def test_t37_overflow_of_fp16_gradients_lowers_the_scale_as_without_the_context(
     assert found[1] == plain[1]
     assert_equal(found[0], plain[0])
     assert 1 < found[1][0::3].count(True) < 8
+
+
+@every_mix
+def test_two_scales_of_one_loss_are_both_undone(mix: str) -> None:
+    results = []
+    for scales in ((), (2.0**4, 2.0**6)):
+        model, optimizer = make(mix)
+        scalers = [torch.amp.GradScaler("cpu", init_scale=scale) for scale in scales]
+        with microbatch(optimizer, True, True):
+            loss = loss_of(model, 0)
+            for scaler in scalers:
+                loss = scaler.scale(loss)
+            loss.backward()
+        for scaler in scalers:
+            scaler.unscale_(optimizer)
+        optimizer.step()
+        results.append(snapshot(model, optimizer) | {"norm": torch.tensor(optimizer.grad_norm)})
+    assert_equal(*results)
 
 
 @pytest.mark.parametrize("context", [True, False])

@@ -177,6 +177,72 @@ def test_a_slice_of_one_flat_buffer() -> None:
     require_equal(loop)
 
 
+def kept_by_hooks(model: Net) -> list[torch.Tensor]:
+    """Return what each backward makes, from hooks that were there before the optimizer."""
+    kept: list[torch.Tensor] = []
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad))
+    return kept
+
+
+def put_before_backward(model: Net) -> list[torch.Tensor]:
+    """Return one flat buffer, into which each backward adds."""
+    parameters = list(model.parameters())
+    flat = torch.zeros(sum(p.numel() for p in parameters), dtype=model.scale.dtype)
+    for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        p.grad = part.view_as(p)
+    return [flat]
+
+
+@pytest.mark.parametrize("keep", [kept_by_hooks, put_before_backward])
+@pytest.mark.parametrize("mix", OFFLOADED)
+def test_gradients_that_are_held_while_backward_makes_them(keep: Callable[..., list[torch.Tensor]], mix: str) -> None:
+    """They may be scaled when it is over, and overwritten after the step."""
+
+    def trained(mix: str) -> dict[str, torch.Tensor]:
+        model = Net(torch.float32)
+        held = keep(model) if keep is kept_by_hooks else []
+        order = Order(eager=True) if mix == "device" else LATEST
+        optimizer = adamw(model, backend=SimulatedBackend(threads=1, order=order, poison=False), **MIXES[mix])
+        for step in range(3):
+            held.clear()
+            if keep is put_before_backward:
+                held += keep(model)
+            with microbatch(optimizer, True, True):
+                loss_of(model, step).backward()
+            for kept in held:
+                kept.mul_(0.5)
+            optimizer.step()
+            for kept in held:
+                kept.fill_(7.0)
+            optimizer.zero_grad()
+        return snapshot(model, optimizer)
+
+    assert_equal(trained(mix), trained("device"))
+
+
+def test_gradients_of_microbatches_that_are_held_may_be_overwritten() -> None:
+    """`gradients="host"` reads them when backward is over."""
+
+    def trained(*, keep: bool) -> dict[str, torch.Tensor]:
+        model = Net(torch.float32)
+        held = kept_by_hooks(model) if keep else []
+        backend = SimulatedBackend(threads=1, order=LATEST, poison=False)
+        optimizer = adamw(model, backend=backend, gradients="host", **MIXES["host"])
+        for step in range(2):
+            for i in range(2):
+                with microbatch(optimizer, True, i == 1):
+                    loss_of(model, 10 * step + i).backward()
+                for kept in held:
+                    kept.fill_(7.0)
+                held.clear()
+            optimizer.step()
+            optimizer.zero_grad()
+        return snapshot(model, optimizer)
+
+    assert_equal(trained(keep=True), trained(keep=False))
+
+
 def test_gradients_that_nobody_else_holds_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = make("streamed")
     waits: list[None] = []

@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
@@ -93,6 +94,18 @@ def _held_elsewhere(tracked: Iterable[ParamRecord]) -> set[str]:
     return found.union(name for name, (storage, n) in uses.items() if n > tensors[storage] + 1)
 
 
+def _held_in_backward(t: ParamRecord) -> bool:
+    """Report whether the program holds the gradient to which autograd has just added, or its memory, besides `.grad`.
+
+    It may change what it holds when backward is over. Memory counts where `.grad` is a view, which autograd does not
+    make: parameters that are concatenated have gradients in one memory, too, and nobody holds it.
+    """
+    grad = t.parameter.grad
+    if grad is None or t.sharded:
+        return False
+    return sys.getrefcount(grad) > _references_of_one() or grad._base is not None
+
+
 @functools.cache
 def _references_of_one() -> int:
     """Return how many references Python counts to a gradient that nothing but `.grad` and one variable holds."""
@@ -129,6 +142,20 @@ class Borrowed(Enum):
     """Some have been taken; the step that reads the rest of them comes."""
     STEPPED = "stepped"
     """The step is issued, and may still read them."""
+
+
+@dataclass
+class Unscaling:
+    """A gradient scaler's call to unscale gradients of which some were offloaded: the step unscales those."""
+
+    found_inf: torch.Tensor
+    """The scaler's flag, which the step is to set."""
+    inv_scale: torch.Tensor
+    """Factor that the step is to apply, fp32, of one element."""
+    here: dict[str, torch.dtype]
+    """Names and dtypes of the gradients that were in `.grad`."""
+    left: set[torch.dtype] = field(default_factory=set)
+    """Dtypes of those that were offloaded: a scaler passes those of each dtype together, and unscales none of them."""
 
 
 class Taker(Protocol):
@@ -206,12 +233,7 @@ class GradientHooks:
         self.taken: set[str] = set()
         self.held: set[str] = set()
         """Names of those of this step whose gradient the program holds besides `.grad`, and may overwrite after it."""
-        self.unscaled: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """(found_inf, inverse scale) that a gradient scaler passed for gradients that were offloaded."""
-        self._unscaled_later: set[torch.dtype] = set()
-        """Dtypes of these gradients: a scaler passes those of each dtype together."""
-        self._here_meanwhile: dict[str, torch.dtype] = {}
-        """Names and dtypes of gradients that were in `.grad` then."""
+        self._unscaling: Unscaling | None = None
         self.armed = False
         """No further microbatch adds to what backward makes now: it is final."""
         self.inside = False
@@ -303,16 +325,25 @@ class GradientHooks:
         self._taker.require_used(t.name)
         if self._leave is not None:
             self._leave(name)
-        none = t.parameter.grad is None or isinstance(t.parameter.grad, OffloadedGrad)
-        if self.captured or none or not t.parameter.numel():  # a custom backward may return None
+        grad = t.parameter.grad  # a custom backward may return None
+        if self.captured or grad is None or isinstance(grad, OffloadedGrad) or not t.parameter.numel():
             return
-        if name in self._cast and t.parameter.grad is not None and t.parameter.grad.dtype is t.parameter.dtype:
-            t.parameter.grad = t.parameter.grad.float()
-        taken_now = self.armed and not self.reduced_later and name not in self.tied.names
-        if taken_now or name in self.summed:
+        if name in self._cast and grad.dtype is t.parameter.dtype:
+            t.parameter.grad = grad.float()
+        del grad  # which would count as held
+        final = self.armed and not self.reduced_later and name not in self.tied.names
+        if name in self.summed:
+            self._have_own_memory(t)
             self.hand_over(t, last=self.armed)
+        elif final and not _held_in_backward(t):
+            self.hand_over(t)
         else:
             self._taker.grad_made()
+
+    def _have_own_memory(self, t: ParamRecord) -> None:
+        """Copy a gradient that the program holds, too: it may overwrite it before the microbatch has been read."""
+        if _held_in_backward(t) and t.parameter.grad is not None:
+            t.parameter.grad = t.parameter.grad.clone()
 
     def in_ddp(self) -> None:
         """Note that DistributedDataParallel runs the forward, and reduces gradients in `.grad` at the end of backward.
@@ -398,14 +429,14 @@ class GradientHooks:
         self.taken.add(name)
 
     def note_unscaled(self, found_inf: torch.Tensor, inv_scale: torch.Tensor, dtype: torch.dtype) -> None:
-        """Keep what a gradient scaler passed, once for all dtypes that it passes one after another."""
-        if all(flag is not found_inf for flag, _ in self.unscaled):
-            self.unscaled.append((found_inf, inv_scale))
-        self._unscaled_later.add(dtype)
-        for t in self._tracked:
-            grad = t.parameter.grad
-            if grad is not None and not isinstance(grad, OffloadedGrad) and t.parameter.numel():
-                self._here_meanwhile[t.name] = grad.dtype
+        """Keep what a gradient scaler passed for the offloaded gradients of this dtype, once for all its dtypes."""
+        unscaling = self._unscaling
+        if unscaling is None or unscaling.found_inf is not found_inf:
+            factor = inv_scale if unscaling is None else unscaling.inv_scale * inv_scale
+            grads = {t.name: t.parameter.grad for t in self._tracked if t.parameter.numel()}
+            here = {n: g.dtype for n, g in grads.items() if g is not None and not isinstance(g, OffloadedGrad)}
+            unscaling = self._unscaling = Unscaling(found_inf, factor, here)
+        unscaling.left.add(dtype)
 
     def require_unscaled_alike(self) -> None:
         """Check that a gradient scaler's factor is still to be applied to all gradients, or to none of them.
@@ -413,7 +444,9 @@ class GradientHooks:
         Raises:
             ModelError: it was applied to gradients of one dtype, which were in `.grad`.
         """
-        apart = [name for name, dtype in self._here_meanwhile.items() if dtype not in self._unscaled_later]
+        if self._unscaling is None:
+            return
+        apart = [name for name, dtype in self._unscaling.here.items() if dtype not in self._unscaling.left]
         if apart:
             raise ModelError(
                 f"scaler.unscale_() has unscaled the gradient of parameter {apart[0]!r}, and that of others not yet",
@@ -421,11 +454,6 @@ class GradientHooks:
                 fix="run the last backward of the step within optimizer.accumulate(last=True) and call unscale_() "
                 "after it, or leave unscale_() out: scaler.step() unscales",
             )
-
-    def _forget_unscaled(self) -> None:
-        self.unscaled.clear()
-        self._unscaled_later.clear()
-        self._here_meanwhile.clear()
 
     def waiting(self) -> list[ParamRecord]:
         """Return the parameters whose gradient is still in `.grad`.
@@ -483,9 +511,9 @@ class GradientHooks:
         clipping = Clipping(max_norm, scale if grad_scale is None else grad_scale.reciprocal(), found_inf)
         if grad_scale is not None and scale is not None and clipping.inv_scale is not None:
             clipping.inv_scale = clipping.inv_scale * scale
-        for flag, inverse in self.unscaled:
+        if self._unscaling is not None:
             # The scaler could not look at offloaded gradients: it reads the norm's verdict from its flag.
-            clipping.overflow_out = flag
+            clipping.overflow_out, inverse = self._unscaling.found_inf, self._unscaling.inv_scale
             clipping.inv_scale = inverse if clipping.inv_scale is None else clipping.inv_scale * inverse
         return clipping
 
@@ -497,7 +525,7 @@ class GradientHooks:
                 parameter.grad = None
         self.taken.clear()
         self.held.clear()
-        self._forget_unscaled()
+        self._unscaling = None
         if self.tied.names:
             self.tied.forget()
 
@@ -507,7 +535,7 @@ class GradientHooks:
         self._fate = Fate()
         self.taken.clear()
         self.held.clear()
-        self._forget_unscaled()
+        self._unscaling = None
 
     def used_only(self) -> bool:
         """Report whether there are gradients and a step has used all of them."""
