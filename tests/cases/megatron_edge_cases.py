@@ -82,6 +82,18 @@ def norms_of_halved_twice() -> list[list[float | None]]:
     return found
 
 
+def load_of_other_groups() -> str:
+    """What is raised where the groups of a state have other numbers of tensors, as megatron-core 0.16 hands them on."""
+    use()
+    run = build("single", distributed=False, use_precision_aware_optimizer=False)
+    (part,) = cases.inner_optimizers(run)
+    state = part.state_dict()
+    first, *others = state["param_groups"]
+    with pytest.raises(adapter.CheckpointError) as raised:
+        part.load_state_dict({**state, "param_groups": [{**first, "params": first["params"][1:]}, *others]})
+    return str(raised.value)
+
+
 def norms_before_steps() -> tuple[list[float | None], list[float | None]]:
     """The norms that a chain tells before its steps, and with them, of gradients that are scaled by the step."""
     use()

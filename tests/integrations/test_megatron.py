@@ -306,6 +306,12 @@ def test_gradients_are_scaled_as_often_as_megatron_says(ranks: Ranks) -> None:
     assert early == late
 
 
+def test_a_state_of_other_groups_is_refused(ranks: Ranks) -> None:
+    """Seen red: the learning rate of one group was that of both. Megatron's own optimizer raises."""
+    (raised,) = ranks.run(1, "megatron_edge_cases.load_of_other_groups")
+    assert "decoupled_lr" in raised
+
+
 def test_gradients_are_scaled_where_none_leaves_early(ranks: Ranks) -> None:
     found = ranks.run(4, "megatron_edge_cases.norms_of_scaled_gradients")
     assert [early for early, _ in found] == [late for _, late in found] == [found[0][0]] * 4

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from hostward.core.inventory import MAIN_PARAM, MOMENTS
 from hostward.distributed.flat_shards import FlatPart, FlatShards
-from hostward.errors import ConfigError, ModelError, OrderingError, UnknownNameError, needed_for
+from hostward.errors import CheckpointError, ConfigError, ModelError, OrderingError, UnknownNameError, needed_for
 from hostward.integrations.megatron_activations import attach as attach
 from hostward.model.parameter_names import DATA_PARALLEL
 from hostward.optim.adamw import OPTIONS, AdamW
@@ -395,10 +395,23 @@ class OffloadedHybrid(_Hybrid):  # type: ignore[misc]
         return {"state": {numbers[key]: entry for key, entry in entries.items()}, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned, or what Megatron's own optimizers saved."""
+        """Load what `state_dict` returned, or what Megatron's own optimizers saved.
+
+        Raises:
+            CheckpointError: its groups are not of as many tensors as those here.
+        """
+        saved = state_dict["param_groups"]
+        sizes = [[len(group["params"]) for group in groups] for groups in (saved, self.param_groups)]
+        if sizes[0] != sizes[1]:
+            raise CheckpointError(
+                f"a state with groups of {sizes[0]} tensors for an optimizer with groups of {sizes[1]}",
+                why="learning rates and weight decay would be those of other weights; megatron-core 0.16 gives all "
+                "groups that differ by decoupled_lr alone the tensors and the rate of one",
+                fix="the options of the run that saved; with decoupled_lr megatron-core 0.19",
+            )
         flags = self.defaults.keys() - set(HYPERPARAMETERS)
-        steps = {int(g["step"]) for g in state_dict["param_groups"] if g.get("step") is not None}
-        for mine, theirs in zip(self.param_groups, state_dict["param_groups"], strict=True):
+        steps = {int(g["step"]) for g in saved if g.get("step") is not None}
+        for mine, theirs in zip(self.param_groups, saved, strict=True):
             mine.update({k: v for k, v in theirs.items() if k not in ("params", "step") and k not in flags})
         held = [p for group in self.param_groups for p in group["params"]]
         for number, p in enumerate(held):
