@@ -563,7 +563,7 @@ class Offloading:
         self._read_by_step = False
         """True if a step has been made with gradients that nobody has cleared since."""
         self._together = False
-        self._scale: dict[int, Any] = {}
+        self._scale: dict[int, list[Any]] = {}
         """Factors by which Megatron scales gradients before the step, where they leave early, by model chunk."""
         held = (p.device for chunk in self.chunks for p in chunk.parameters())
         self._device = next(held, torch.device("cpu"))
@@ -805,7 +805,7 @@ class Offloading:
         Also where none has left: the norm is that of all ranks, which have to scale theirs at the same place.
         """
         if self.early:
-            self._scale[id(chunk)] = scaling_factor * self._scale.get(id(chunk), 1.0)
+            self._scale.setdefault(id(chunk), []).append(scaling_factor)
         else:
             self._clearing.finish()
             scale(scaling_factor)
@@ -1020,6 +1020,7 @@ class Offloading:
         if self.clips:
             optimizer.max_grad_norm = float(self.config.clip_grad or 0.0)  # Megatron reads it at each step, too
         optimizer.step(gradient_scale=self._gradient_scale())
+        self._scale.clear()
         self._read_by_step = self.overlaps
         if not self.steps_weights:
             optimizer.wait_for_weights()
@@ -1029,21 +1030,20 @@ class Offloading:
 
     def factor_to_come(self) -> float:
         """Return the factor of gradients that are not scaled until the step. It waits for it."""
-        return float(next(iter(self._scale.values()), 1.0))
+        return float(math.prod(next(iter(self._scale.values()), ())))
 
     def _gradient_scale(self) -> torch.Tensor | None:
         """Return the factor that Megatron has for gradients, which leave before it is known."""
         if not self._scale:
             return None
-        if len(self._scale) < len(self.chunks):
+        first, *others = self._scale.values()
+        if len(self._scale) < len(self.chunks) or not all(_are_same(first, each) for each in others):
             raise OrderingError(
-                "gradients of some model chunks were scaled, and of others not",
+                "gradients of some model chunks were scaled, and those of others not, or by another number",
                 why="they are scaled within one step, because they are offloaded earlier",
                 fix="scale those of all chunks by one number, or use(early_gradients=False)",
             )
-        factor = next(iter(self._scale.values()))
-        self._scale.clear()
-        return torch.as_tensor(factor, dtype=torch.float32, device=self._device).reshape(1)
+        return torch.as_tensor(math.prod(first), dtype=torch.float32, device=self._device).reshape(1)
 
     # ---------------------------------------------------------------- state
 
@@ -1292,6 +1292,13 @@ class _Clearing:
                 why="buffers are cleared beside forward, and what was written may be cleared as well",
                 fix="write them after forward, or after optimizer.offloading.wait_until_cleared()",
             )
+
+
+def _are_same(factors: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Return whether two chunks are scaled alike; only of factors that are not the same objects a device is asked."""
+    if len(factors) != len(others):
+        return False
+    return all(one is other or float(one) == float(other) for one, other in zip(factors, others, strict=True))
 
 
 def _captures(config: Any) -> bool:
