@@ -224,6 +224,29 @@ def test_clipping_again_keeps_the_smaller_limit(accelerator_of: Callable[..., An
     assert_equal(ours[0].weights(), ours[1].weights())
 
 
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_a_backward_between_clipping_and_the_step_is_refused(
+    fraction: float, accelerator_of: Callable[..., Any]
+) -> None:
+    """Of a loop that accumulates by hand and clips each time. Seen red: the sum alone was clipped."""
+    loop = Loop(accelerator_of(), offload_fraction=fraction)
+    parameters = list(loop.plain.parameters())
+    for step in range(2):
+        for clear in (loop.plain.zero_grad, loop.optimizer.zero_grad):
+            loop.accelerator.backward(mlp_loss(loop.model, step))
+            loop.accelerator.clip_grad_norm_(parameters, 0.1)
+            with pytest.raises(ModelError, match=r"a backward after clip_grad_norm_(.|\n)*accumulate\(model\)"):
+                loop.accelerator.backward(mlp_loss(loop.model, 1))
+            clear()
+            loop.accelerator.backward(mlp_loss(loop.model, step))
+            loop.accelerator.clip_grad_norm_(parameters, 0.1)
+            clear()
+    loop.accelerator.backward(mlp_loss(loop.model, 0))
+    loop.accelerator.clip_grad_norm_(parameters, float("inf"))  # clips nothing
+    loop.accelerator.backward(mlp_loss(loop.model, 1))
+    loop.optimizer.step()
+
+
 def test_a_limit_goes_with_the_gradients_it_was_set_for(accelerator_of: Callable[..., Any]) -> None:
     """Gradients are cleared after clipping, without a step; a step that is refused is made again.
 

@@ -247,8 +247,8 @@ class OffloadedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         if not isinstance(self.optimizer, AdamW):
             raise ModelError(
                 "the offloaded optimizer is not there",
-                why="accelerator.prepare() has not been called with it, or offload() was called again for the same "
-                "accelerator, which follows one optimizer",
+                why="accelerator.prepare() has not been called with it, or not after offload(), as in prepare(model, "
+                "offload(...)); or offload() was called again for the same accelerator, which follows one optimizer",
                 fix="model, optimizer = accelerator.prepare(model, optimizer), once offload() has returned it; a "
                 "Trainer calls both: use its optimizer after train() has begun",
             )
@@ -280,8 +280,19 @@ class OffloadedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         return norm
 
     def add_gradients(self) -> None:
-        """Note that a backward adds gradients to those for which a limit was set, or makes others."""
-        self._limited = False
+        """Note that a backward adds to gradients, or makes others than those for which a limit was set.
+
+        Raises:
+            ModelError: it adds to gradients that were to be clipped already.
+        """
+        limited, self._limited = self._limited and self.made().max_grad_norm, False
+        if limited and any(p.grad is not None for p in _parameters(self.made())):
+            raise ModelError(
+                "a backward after clip_grad_norm_ and before step()",
+                why="the step clips, and would clip the sum of all gradients alone, not what there was before",
+                fix="clip once, after the last backward of a step; sums that are not complete are clipped within "
+                "accelerator.accumulate(model)",
+            )
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear gradients as accelerate's wrapper does, and with them the limit that was set for their step."""
