@@ -82,6 +82,51 @@ def norms_of_halved_twice() -> list[list[float | None]]:
     return found
 
 
+def of_chunks_scaled_by_different_numbers() -> str:
+    """What is raised where the gradients of two chunks are multiplied by different numbers, and leave early."""
+    use()
+    run = build("pp2-interleaved", overlap=True)
+
+    def scale(_: int) -> None:
+        for number, chunk in enumerate(run.chunks):
+            chunk.scale_gradients(0.5 ** (1 + number))
+
+    with pytest.raises(adapter.OrderingError) as raised:
+        cases.train(run, 1, microbatches=2, before_step=scale)
+    return str(raised.value)
+
+
+def norms_after_a_step_that_raised() -> list[tuple[list[float | None], str]]:
+    """Norms and weights where a step that is refused is made again, with its learning rate put right, and without."""
+    found = []
+    for refused in (True, False):
+        use()
+        run = build("single", overlap=True, model={"calculate_per_token_loss": True})
+
+        def refuse(_: int, run: cases.Run = run) -> None:
+            group = run.optimizer.param_groups[0]
+            rate, group["lr"] = group["lr"], float("nan")
+            with pytest.raises(adapter.ConfigError):
+                run.optimizer.step()
+            group["lr"] = rate
+
+        told = cases.train(run, 2, microbatches=2, before_step=refuse if refused else lambda _: None)
+        found.append((told.grad_norms, cases.digest(run.chunks)))
+    return found
+
+
+def load_of_other_groups() -> str:
+    """What is raised where the groups of a state have other numbers of tensors, as megatron-core 0.16 hands them on."""
+    use()
+    run = build("single", distributed=False, use_precision_aware_optimizer=False)
+    (part,) = cases.inner_optimizers(run)
+    state = part.state_dict()
+    first, *others = state["param_groups"]
+    with pytest.raises(adapter.CheckpointError) as raised:
+        part.load_state_dict({**state, "param_groups": [{**first, "params": first["params"][1:]}, *others]})
+    return str(raised.value)
+
+
 def norms_before_steps() -> tuple[list[float | None], list[float | None]]:
     """The norms that a chain tells before its steps, and with them, of gradients that are scaled by the step."""
     use()

@@ -202,6 +202,82 @@ def test_gradients_that_are_changed_after_clipping_are_refused(
     loop.optimizer.step()
 
 
+def test_clipping_again_keeps_the_smaller_limit(accelerator_of: Callable[..., Any]) -> None:
+    """As a loop does that reads the norm after clipping, or the one before it by a limit that clips nothing.
+
+    Seen red: the last limit, and no value for the first norm.
+    """
+    found = []
+    for where in ({}, {"offload_fraction": 0.0}, {"offload_fraction": 1.0}):
+        loop = Loop(accelerator_of(), **where)
+        for step, limits in enumerate(((0.1, float("inf")), (float("inf"), 0.1), (0.05, 0.1), (0.1, 0.05))):
+            loop.accelerator.backward(mlp_loss(loop.model, step))
+            norms = [loop.accelerator.clip_grad_norm_(loop.plain.parameters(), limit) for limit in limits]
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+            loop.norms += [norm.item() for norm in norms]
+        found.append(loop)
+    theirs, *ours = found
+    for loop in ours:
+        torch.testing.assert_close(loop.norms, theirs.norms, rtol=1e-5, atol=0)
+        torch.testing.assert_close(loop.weights(), theirs.weights())
+    assert_equal(ours[0].weights(), ours[1].weights())
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_a_backward_between_clipping_and_the_step_is_refused(
+    fraction: float, accelerator_of: Callable[..., Any]
+) -> None:
+    """Of a loop that accumulates by hand and clips each time. Seen red: the sum alone was clipped."""
+    loop = Loop(accelerator_of(), offload_fraction=fraction)
+    parameters = list(loop.plain.parameters())
+    for step in range(2):
+        for clear in (loop.plain.zero_grad, loop.optimizer.zero_grad):
+            loop.accelerator.backward(mlp_loss(loop.model, step))
+            loop.accelerator.clip_grad_norm_(parameters, 0.1)
+            with pytest.raises(ModelError, match=r"a backward after clip_grad_norm_(.|\n)*accumulate\(model\)"):
+                loop.accelerator.backward(mlp_loss(loop.model, 1))
+            clear()
+            loop.accelerator.backward(mlp_loss(loop.model, step))
+            loop.accelerator.clip_grad_norm_(parameters, 0.1)
+            clear()
+    loop.accelerator.backward(mlp_loss(loop.model, 0))
+    loop.accelerator.clip_grad_norm_(parameters, float("inf"))  # clips nothing
+    loop.accelerator.backward(mlp_loss(loop.model, 1))
+    loop.optimizer.step()
+
+
+def test_a_limit_goes_with_the_gradients_it_was_set_for(accelerator_of: Callable[..., Any]) -> None:
+    """Gradients are cleared after clipping, without a step; a step that is refused is made again.
+
+    Seen red: gradients of a later step that were clipped, and those of the step that was refused, which were not.
+    """
+    found = []
+    for where in ({}, {"offload_fraction": 0.0}, {"offload_fraction": 1.0}):
+        loop = Loop(accelerator_of(), **where)
+        loop.accelerator.backward(mlp_loss(loop.model, 0))
+        loop.accelerator.clip_grad_norm_(loop.plain.parameters(), 1e-3)
+        loop.optimizer.zero_grad()
+        for step, limited in enumerate((False, True, False)):
+            loop.accelerator.backward(mlp_loss(loop.model, step))
+            if limited:
+                norm = loop.accelerator.clip_grad_norm_(loop.plain.parameters(), 1e-3)
+                if where:
+                    loop.optimizer.optimizer.sleep()
+                    with pytest.raises(ModelError, match="asleep"):
+                        loop.optimizer.step()
+                    loop.optimizer.optimizer.wake()
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+        loop.norms.append(norm.item())
+        found.append(loop)
+    theirs, *ours = found
+    for loop in ours:
+        torch.testing.assert_close(loop.norms, theirs.norms, rtol=1e-5, atol=0)
+        torch.testing.assert_close(loop.weights(), theirs.weights())
+    assert_equal(ours[0].weights(), ours[1].weights())
+
+
 def test_the_norm_is_printed_copied_and_saved_as_a_number(accelerator_of: Callable[..., Any]) -> None:
     loop = Loop(accelerator_of(), offload_fraction=1.0)
     loop.accelerator.backward(mlp_loss(loop.model, 0))

@@ -306,6 +306,24 @@ def test_gradients_are_scaled_as_often_as_megatron_says(ranks: Ranks) -> None:
     assert early == late
 
 
+def test_chunks_that_are_scaled_by_different_numbers_are_refused(ranks: Ranks) -> None:
+    """Seen red: the factor of the first chunk was that of all."""
+    for raised in ranks.run(2, "megatron_edge_cases.of_chunks_scaled_by_different_numbers"):
+        assert "or by another number" in raised
+
+
+def test_a_step_that_was_refused_is_made_again_with_its_factor(ranks: Ranks) -> None:
+    """Seen red: gradients were not divided by the number of tokens."""
+    ((again, whole),) = ranks.run(1, "megatron_edge_cases.norms_after_a_step_that_raised")
+    assert again == whole
+
+
+def test_a_state_of_other_groups_is_refused(ranks: Ranks) -> None:
+    """Seen red: the learning rate of one group was that of both. Megatron's own optimizer raises."""
+    (raised,) = ranks.run(1, "megatron_edge_cases.load_of_other_groups")
+    assert "decoupled_lr" in raised
+
+
 def test_gradients_are_scaled_where_none_leaves_early(ranks: Ranks) -> None:
     found = ranks.run(4, "megatron_edge_cases.norms_of_scaled_gradients")
     assert [early for early, _ in found] == [late for _, late in found] == [found[0][0]] * 4

@@ -356,6 +356,19 @@ def test_state_that_is_reset_in_torchs_way_is_not_kept_in_silence(
     assert "set_state_of" in caught.value.fix
 
 
+def test_state_that_is_read_in_torchs_way_is_named() -> None:
+    """Seen red: a KeyError, as before the first step. What others look for there is told as ever."""
+    model, optimizer = make("host")
+    one_step(model, optimizer, 0)
+    entry = optimizer.state[next(model.parameters())]
+    with pytest.raises(ModelError, match=r"optimizer\.state has no 'exp_avg'(.|\n)*state_of\(name\)"):
+        entry["exp_avg"].mul_(0.5)
+    assert "exp_avg" not in entry
+    assert entry.get("step") is None
+    with pytest.raises(KeyError):
+        entry["slow"]
+
+
 def test_what_others_keep_in_state_does_no_harm() -> None:
     def loop(model: Net, optimizer: hostward.AdamW) -> None:
         for step in range(2):

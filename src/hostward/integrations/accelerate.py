@@ -185,7 +185,10 @@ class OffloadedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self._of_layers = {name: value for name, value in options.items() if name in _OF_LAYERS and value is not None}
         self._options = {name: value for name, value in options.items() if name not in _OF_LAYERS}
         self._options["plan"] = planned(self._options.get("plan"))
-        self._norm: StepNorm | None = None
+        self._norms: list[tuple[StepNorm, float]] = []
+        """What `limit` has returned since the last step, each with the limit that held before it; 0: none."""
+        self._limited = False
+        """True while the gradients are those for which a limit was set."""
         self._clipped: list[tuple[str, torch.Tensor, torch.Tensor | None, int]] = []
         """Gradients in `.grad` that the next step clips: name and parameter, gradient, and its version counter."""
         self.attachment: Attachment | None = None
@@ -234,7 +237,8 @@ class OffloadedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     def close(self) -> None:
         """Let the optimizer and its memory go; it cannot step any more."""
         self.end()
-        self.optimizer, self._norm = self._stand_in, None
+        self.optimizer = self._stand_in
+        self._norms.clear()
         self._clipped.clear()
         self._optimizer_original_step_method = self._optimizer_patched_step_method = None  # methods of the optimizer
 
@@ -243,8 +247,8 @@ class OffloadedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         if not isinstance(self.optimizer, AdamW):
             raise ModelError(
                 "the offloaded optimizer is not there",
-                why="accelerator.prepare() has not been called with it, or offload() was called again for the same "
-                "accelerator, which follows one optimizer",
+                why="accelerator.prepare() has not been called with it, or not after offload(), as in prepare(model, "
+                "offload(...)); or offload() was called again for the same accelerator, which follows one optimizer",
                 fix="model, optimizer = accelerator.prepare(model, optimizer), once offload() has returned it; a "
                 "Trainer calls both: use its optimizer after train() has begun",
             )
@@ -260,14 +264,47 @@ class OffloadedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         if math.isnan(max_norm) or max_norm <= 0:
             raise ConfigError(f"clip_grad_norm_ with max_norm={max_norm}", fix="a number above 0; inf does not clip")
         self._require_own(optimizer, _listed(parameters))
-        optimizer.max_grad_norm = 0.0 if math.isinf(max_norm) else float(max_norm)
+        before = optimizer.max_grad_norm or 0.0 if self._limited else 0.0
+        if before:  # as gradients that have been clipped already, which a larger limit leaves as they are
+            self._require_unchanged()
+        asked = 0.0 if math.isinf(max_norm) else float(max_norm)
+        optimizer.max_grad_norm = min((each for each in (before, asked) if each), default=0.0)
+        self._limited = True
         self._clipped.clear()
         if optimizer.max_grad_norm:
             for name, p in zip(_names(optimizer), _parameters(optimizer), strict=True):
                 if not isinstance(p.grad, OffloadedGrad):  # which raises if it is changed
                     self._clipped.append((name, p, p.grad, _version(p.grad)))
-        self._norm = StepNorm(optimizer.backend.device)
-        return self._norm
+        norm = StepNorm(optimizer.backend.device)
+        self._norms.append((norm, before))
+        return norm
+
+    def add_gradients(self) -> None:
+        """Note that a backward adds to gradients, or makes others than those for which a limit was set.
+
+        Raises:
+            ModelError: it adds to gradients that were to be clipped already.
+        """
+        limited, self._limited = self._limited and self.made().max_grad_norm, False
+        if limited and any(p.grad is not None for p in _parameters(self.made())):
+            raise ModelError(
+                "a backward after clip_grad_norm_ and before step()",
+                why="the step clips, and would clip the sum of all gradients alone, not what there was before",
+                fix="clip once, after the last backward of a step; sums that are not complete are clipped within "
+                "accelerator.accumulate(model)",
+            )
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear gradients as accelerate's wrapper does, and with them the limit that was set for their step."""
+        super().zero_grad(set_to_none)
+        if self.gradient_state.sync_gradients and isinstance(self.optimizer, AdamW):
+            self._forget_limit(self.optimizer)
+
+    def _forget_limit(self, optimizer: AdamW) -> None:
+        optimizer.max_grad_norm = self._options.get("max_grad_norm") or 0.0
+        self._limited = False
+        self._norms.clear()
+        self._clipped.clear()
 
     def _require_own(self, optimizer: AdamW, given: list[torch.Tensor]) -> None:
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -299,15 +336,12 @@ class OffloadedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         optimizer = self.made()
         if not self.gradient_state.sync_gradients:
             return
-        norm, self._norm = self._norm, None
-        try:
-            self._require_unchanged()
-            super().step(closure)
-        finally:
-            self._clipped.clear()
-            optimizer.max_grad_norm = self._options.get("max_grad_norm") or 0.0
-        if norm is not None:
-            norm.value = optimizer.step_scalars().norm.clone().squeeze(0)
+        self._require_unchanged()
+        super().step(closure)  # if it raises, the limit holds for the step that is made in its place
+        for norm, before in self._norms:
+            value = optimizer.step_scalars().norm.clone().squeeze(0)
+            norm.value = value * (before / (value + 1e-6)).clamp(max=1.0) if before else value
+        self._forget_limit(optimizer)
 
     def _require_unchanged(self) -> None:
         clipped, self._clipped = self._clipped, []
@@ -486,7 +520,9 @@ class _Hooks:
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """Run backward; gradients to which no further microbatch adds are offloaded as they become final."""
-        optimizer = self._of_hostward().made()
+        followed = self._of_hostward()
+        optimizer = followed.made()
+        followed.add_gradients()
         with optimizer.accumulate(last=self._accelerator.sync_gradients):
             self._backward(loss, **options)
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from hostward.core.inventory import MAIN_PARAM, MOMENTS
 from hostward.distributed.flat_shards import FlatPart, FlatShards
-from hostward.errors import ConfigError, ModelError, OrderingError, UnknownNameError, needed_for
+from hostward.errors import CheckpointError, ConfigError, ModelError, OrderingError, UnknownNameError, needed_for
 from hostward.integrations.megatron_activations import attach as attach
 from hostward.model.parameter_names import DATA_PARALLEL
 from hostward.optim.adamw import OPTIONS, AdamW
@@ -395,10 +395,23 @@ class OffloadedHybrid(_Hybrid):  # type: ignore[misc]
         return {"state": {numbers[key]: entry for key, entry in entries.items()}, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned, or what Megatron's own optimizers saved."""
+        """Load what `state_dict` returned, or what Megatron's own optimizers saved.
+
+        Raises:
+            CheckpointError: its groups are not of as many tensors as those here.
+        """
+        saved = state_dict["param_groups"]
+        sizes = [[len(group["params"]) for group in groups] for groups in (saved, self.param_groups)]
+        if sizes[0] != sizes[1]:
+            raise CheckpointError(
+                f"a state with groups of {sizes[0]} tensors for an optimizer with groups of {sizes[1]}",
+                why="learning rates and weight decay would be those of other weights; megatron-core 0.16 gives all "
+                "groups that differ by decoupled_lr alone the tensors and the rate of one",
+                fix="the options of the run that saved; with decoupled_lr megatron-core 0.19",
+            )
         flags = self.defaults.keys() - set(HYPERPARAMETERS)
-        steps = {int(g["step"]) for g in state_dict["param_groups"] if g.get("step") is not None}
-        for mine, theirs in zip(self.param_groups, state_dict["param_groups"], strict=True):
+        steps = {int(g["step"]) for g in saved if g.get("step") is not None}
+        for mine, theirs in zip(self.param_groups, saved, strict=True):
             mine.update({k: v for k, v in theirs.items() if k not in ("params", "step") and k not in flags})
         held = [p for group in self.param_groups for p in group["params"]]
         for number, p in enumerate(held):
@@ -550,7 +563,7 @@ class Offloading:
         self._read_by_step = False
         """True if a step has been made with gradients that nobody has cleared since."""
         self._together = False
-        self._scale: dict[int, Any] = {}
+        self._scale: dict[int, list[Any]] = {}
         """Factors by which Megatron scales gradients before the step, where they leave early, by model chunk."""
         held = (p.device for chunk in self.chunks for p in chunk.parameters())
         self._device = next(held, torch.device("cpu"))
@@ -792,7 +805,7 @@ class Offloading:
         Also where none has left: the norm is that of all ranks, which have to scale theirs at the same place.
         """
         if self.early:
-            self._scale[id(chunk)] = scaling_factor * self._scale.get(id(chunk), 1.0)
+            self._scale.setdefault(id(chunk), []).append(scaling_factor)
         else:
             self._clearing.finish()
             scale(scaling_factor)
@@ -1007,6 +1020,7 @@ class Offloading:
         if self.clips:
             optimizer.max_grad_norm = float(self.config.clip_grad or 0.0)  # Megatron reads it at each step, too
         optimizer.step(gradient_scale=self._gradient_scale())
+        self._scale.clear()
         self._read_by_step = self.overlaps
         if not self.steps_weights:
             optimizer.wait_for_weights()
@@ -1016,21 +1030,20 @@ class Offloading:
 
     def factor_to_come(self) -> float:
         """Return the factor of gradients that are not scaled until the step. It waits for it."""
-        return float(next(iter(self._scale.values()), 1.0))
+        return float(math.prod(next(iter(self._scale.values()), ())))
 
     def _gradient_scale(self) -> torch.Tensor | None:
         """Return the factor that Megatron has for gradients, which leave before it is known."""
         if not self._scale:
             return None
-        if len(self._scale) < len(self.chunks):
+        first, *others = self._scale.values()
+        if len(self._scale) < len(self.chunks) or not all(_are_same(first, each) for each in others):
             raise OrderingError(
-                "gradients of some model chunks were scaled, and of others not",
+                "gradients of some model chunks were scaled, and those of others not, or by another number",
                 why="they are scaled within one step, because they are offloaded earlier",
                 fix="scale those of all chunks by one number, or use(early_gradients=False)",
             )
-        factor = next(iter(self._scale.values()))
-        self._scale.clear()
-        return torch.as_tensor(factor, dtype=torch.float32, device=self._device).reshape(1)
+        return torch.as_tensor(math.prod(first), dtype=torch.float32, device=self._device).reshape(1)
 
     # ---------------------------------------------------------------- state
 
@@ -1279,6 +1292,13 @@ class _Clearing:
                 why="buffers are cleared beside forward, and what was written may be cleared as well",
                 fix="write them after forward, or after optimizer.offloading.wait_until_cleared()",
             )
+
+
+def _are_same(factors: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Return whether two chunks are scaled alike; only of factors that are not the same objects a device is asked."""
+    if len(factors) != len(others):
+        return False
+    return all(one is other or float(one) == float(other) for one, other in zip(factors, others, strict=True))
 
 
 def _captures(config: Any) -> bool:

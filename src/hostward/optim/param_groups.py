@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from operator import is_
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -153,6 +153,16 @@ def check_members(groups: Sequence[Mapping[str, Any]], tracked: Sequence[ParamRe
 
 class StoredElsewhere(dict[str, Any]):
     """What `optimizer.state` has of a parameter: nothing, but for what other code puts in under keys of its own."""
+
+    def __missing__(self, key: str) -> NoReturn:
+        """Raise ModelError for what torch.optim.AdamW has there, and KeyError for anything else."""
+        if key not in _STATE_OF_TORCH:
+            raise KeyError(key)
+        raise ModelError(
+            f"optimizer.state has no {key!r}",
+            why="the state is stored elsewhere, partly on the host",
+            fix="state_of(name) returns a copy, set_state_of(name, values) replaces it",
+        )
 
 
 def check_state(state: Mapping[Any, Any], parameters: int) -> None:
