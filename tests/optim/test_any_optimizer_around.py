@@ -1,4 +1,7 @@
-"""What lives around an optimizer whose state is streamed: closures, hooks, schedulers, scalers, checkpoints."""
+"""What lives around an optimizer whose state is streamed: closures, hooks, schedulers, scalers, checkpoints.
+
+Seen red: with state that was changed by hand still to be looked at after a load (the load's own was freed).
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from any_optimizer_cases import (
     Restless,
     all_parameters,
     assert_same,
+    cut_small,
     groups,
     offloaded,
     parameters,
@@ -165,6 +169,22 @@ def test_t48_save_and_load_anywhere(name: str, fractions: tuple[float | None, fl
         assert states.offloaded_bytes > 0
     train(unbroken, second, first=2)
     assert_same(second, unbroken)
+
+
+@pytest.mark.parametrize("late", [(), (Lane.D2H, Lane.H2D)], ids=["in order", "late"])
+def test_a_load_replaces_state_that_was_given_more_tensors_by_hand(late: tuple[Lane, ...]) -> None:
+    """What the state was before the load must not decide about the memory of what was loaded."""
+    plain = OPTIMIZERS["adamw loop"](groups(parameters()))
+    optimizer, states = offloaded(OPTIMIZERS["adamw loop"], backend=simulated(late=frozenset(late)))
+    cut_small(states, 1 << 10)
+    train(plain, optimizer, steps=1)
+    for one in (plain, optimizer):
+        saved = copy.deepcopy(one.state_dict())
+        entry = one.state[all_parameters(one)[1]]
+        entry["mine"] = entry["exp_avg"] * 2
+        one.load_state_dict(saved)
+    train(plain, optimizer, steps=2, first=1)  # in the first of these that parameter has no gradient
+    assert_same(optimizer, plain)
 
 
 def test_t52_h67_a_state_dict_has_tensors_of_its_own() -> None:

@@ -2,7 +2,7 @@
 
 Seen red with: the hyper-parameters of group 0 for all groups, tables that pile up, a refused group left in, weights not
 looked at before a group is added, the order of groups and parameters, names and lost keys not looked at, groups not
-looked at before saving, a group added within a microbatch.
+looked at before saving, a group added within a microbatch, a learning rate that a load makes a number.
 """
 
 from __future__ import annotations
@@ -118,6 +118,40 @@ def test_a_learning_rate_that_is_a_tensor() -> None:
         results.append(snapshot(model, optimizer))
         assert optimizer.state_dict()["param_groups"][0]["lr"] == 3e-3
     assert_equal(*results)
+
+
+@pytest.mark.parametrize("schedule", [torch.optim.lr_scheduler.ExponentialLR, torch.optim.lr_scheduler.OneCycleLR])
+def test_a_run_with_a_learning_rate_that_is_a_tensor_goes_on_to_the_same_bits(schedule: type) -> None:
+    """A scheduler rounds to float32 what it computes for such a rate, and would not for a number."""
+    options: dict[str, Any] = {"gamma": 0.9}
+    if schedule is torch.optim.lr_scheduler.OneCycleLR:
+        options = {"max_lr": 0.02, "total_steps": 30, "cycle_momentum": False}
+
+    def make(fraction: float) -> tuple[Model, hostward.AdamW, Any]:
+        model = Model()
+        betas = torch.tensor(0.9), torch.tensor(0.95)
+        optimizer = adamw(model, lr=torch.tensor(3e-3), betas=betas, offload_fraction=fraction)
+        return model, optimizer, schedule(optimizer, **options)
+
+    def train(model: Model, optimizer: hostward.AdamW, scheduler: Any, steps: range) -> dict[str, torch.Tensor]:
+        for step in steps:
+            set_gradients(model, step)
+            optimizer.step()
+            scheduler.step()
+        return snapshot(model, optimizer)
+
+    model, optimizer, scheduler = whole = make(0.0)
+    expected = train(*whole, range(6))
+    model, optimizer, scheduler = first = make(0.5)
+    train(*first, range(3))
+    saved = model.state_dict(), optimizer.state_dict(), scheduler.state_dict()
+    model, optimizer, scheduler = second = make(1.0)
+    for part, state in zip(second, saved, strict=True):
+        part.load_state_dict(state)
+    assert_equal(train(*second, range(3, 6)), expected)
+    (group,) = optimizer.param_groups
+    assert [type(value) for value in (group["lr"], *group["betas"])] == [torch.Tensor] * 3
+    assert optimizer.state_dict()["param_groups"] == whole[1].state_dict()["param_groups"]
 
 
 @pytest.mark.parametrize("fraction", PLACES)

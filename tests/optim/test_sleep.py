@@ -4,7 +4,8 @@ Seen red: with each wait of the two copies left out (below), with addresses of b
 weights that merely lie elsewhere, with `.grad` that is not put back, with staging buffers that count as filled, with
 backward refused at the first stand-in alone, with weights compared after their memory was retired, with FP8 moments
 that numpy had read in place, with a weight in shared memory that torch calls resizable,
-with another optimizer made over weights that sleep, which torch refused.
+with another optimizer made over weights that sleep, which torch refused, with weights taken to be where they were
+because something else is there.
 """
 
 from __future__ import annotations
@@ -232,6 +233,43 @@ def test_parameters_gradients_and_views_are_the_same_objects_afterwards() -> Non
     nap(optimizer)
     assert taken
     assert all(buffer.address == buffer.data.data_ptr() for buffer in taken)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_weights_in_other_memory_where_theirs_was_before_are_stepped(mix: str) -> None:
+    """What is allocated while weights are asleep lies where they were, and a program may make it their memory."""
+    results = []
+    for asleep in (False, True):
+        model, optimizer = make(mix, BF16)
+        for step in range(2):
+            loss_of(model, step).backward()
+            if step == 1:
+                others = while_asleep(model, optimizer) if asleep else {}
+                assert bool(others) is asleep
+                for name, p in model.named_parameters():
+                    p.data = others.get(name, torch.empty_like(p.data)).copy_(p.data)
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(snapshot(model, optimizer))
+    assert_equal(*results)
+
+
+def while_asleep(model: Net, optimizer: hostward.AdamW) -> dict[str, torch.Tensor]:
+    """Tensors like weights, made while these were asleep, that lie where the weights were before."""
+    before = {p.data_ptr(): (name, p) for name, p in model.named_parameters()}
+    random = torch.Generator().manual_seed(0)
+    for _ in range(100):  # it is the allocator that decides
+        optimizer.sleep()
+        made: list[torch.Tensor] = []
+        for i in torch.randperm(len(before), generator=random).tolist():
+            _, p = list(before.values())[i]
+            made += [torch.empty_like(p, requires_grad=False) for _ in range(2 * i)]
+        optimizer.wake()
+        there = {t.data_ptr(): t for t in made}
+        found = {name: there[at] for at, (name, p) in before.items() if at in there and there[at].shape == p.shape}
+        if found:
+            return found
+    return {}
 
 
 def test_what_other_code_holds_stays_and_is_named() -> None:

@@ -369,6 +369,28 @@ def test_state_that_is_read_in_torchs_way_is_named() -> None:
         entry["slow"]
 
 
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("change", [clear, clear_each, write])
+def test_a_load_makes_state_whole_that_was_reset_in_torchs_way(
+    change: Callable[[hostward.AdamW], None], mix: str
+) -> None:
+    """As the error says. Seen red: the load succeeded, and every step after it was refused."""
+    results = []
+    for reset in (False, True):
+        model, optimizer = make(mix)
+        one_step(model, optimizer, 0)
+        saved = optimizer.state_dict()
+        if reset:
+            optimizer.state[next(model.parameters())]["mine"] = 1
+            change(optimizer)
+        optimizer.load_state_dict(saved)
+        one_step(model, optimizer, 1)
+        results.append(snapshot(model, optimizer))
+    assert_equal(*results)
+    mine = optimizer.state[next(model.parameters())]
+    assert list(mine) == ([] if change is not write else ["mine"])
+
+
 def test_what_others_keep_in_state_does_no_harm() -> None:
     def loop(model: Net, optimizer: hostward.AdamW) -> None:
         for step in range(2):

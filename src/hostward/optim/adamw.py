@@ -74,6 +74,7 @@ from hostward.optim.param_groups import (
     checked_uncounted,
     checked_waits,
     described,
+    renew_state,
     require_names,
     shown,
     sums_on_host,
@@ -962,6 +963,7 @@ class AdamW(torch.optim.Optimizer):
         with_own_weight = [at.name for at, entry in pieces if self._access.write(at.name, entry, at.rows)]
         set_from_master = list(dict.fromkeys(with_own_weight))
         self._set_groups(settings)
+        renew_state(self.state, self._tracked)
         if set_from_master:
             log.warning(
                 "%d weights were set from the masters of the loaded state: %s",

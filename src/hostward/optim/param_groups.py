@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any, NoReturn
@@ -174,9 +174,17 @@ def check_state(state: Mapping[Any, Any], parameters: int) -> None:
     raise ModelError(
         f"optimizer.state was written: {written[0]!r}" if written else "optimizer.state was cleared or replaced",
         why="the state is stored elsewhere, partly on the host, and would stay as it is",
-        fix="set_state_of(name, {'step': 0, 'exp_avg': zeros, 'exp_avg_sq': zeros}) and state_of(name), or "
-        "load_state_dict(); or make a new optimizer, to begin anew",
+        fix="load_state_dict(), which makes it whole, or a new optimizer, to begin anew; write state by "
+        "set_state_of(name, {'step': 0, 'exp_avg': zeros, 'exp_avg_sq': zeros}), and read it by state_of(name)",
     )
+
+
+def renew_state(state: MutableMapping[Any, Any], tracked: Sequence[ParamRecord]) -> None:
+    """Let `optimizer.state` again say of each parameter that its state is stored elsewhere; other keys stay."""
+    for t in tracked:
+        entry = state.get(t.parameter)
+        kept = entry.items() if isinstance(entry, Mapping) else ()
+        state[t.parameter] = StoredElsewhere((key, value) for key, value in kept if key not in _STATE_OF_TORCH)
 
 
 def warn_of_unsaved(state: Mapping[Any, Any]) -> None:

@@ -29,7 +29,7 @@ from hostward.optim.bucket_state import (
     slab_views,
     split_master,
 )
-from hostward.optim.param_groups import NAMES, check_group, shown
+from hostward.optim.param_groups import NAMES, check_group, is_number, shown
 from hostward.runtime.backend import DTYPES, STATE_DTYPES
 
 
@@ -663,10 +663,12 @@ def _is_whole(state: object, groups: object) -> bool:
 def checked_settings(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a saved group sets in `mine`.
 
+    What is a tensor in `mine` stays one, of the same dtype: schedulers round what they compute to it.
+
     Raises CheckpointError for hyper-parameters that no step can be made with.
     """
     left_out = (*NAMES, *SAID_BY_GROUPS)
-    settings = {key: value for key, value in saved.items() if key not in left_out}
+    settings = {key: _as_in_mine(value, mine.get(key)) for key, value in saved.items() if key not in left_out}
     if isinstance(settings.get("betas"), list):
         settings["betas"] = tuple(settings["betas"])
     try:
@@ -674,6 +676,15 @@ def checked_settings(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[
     except ConfigError as error:
         raise CheckpointError("a parameter group of the saved state is unusable", why=error.what) from error
     return settings
+
+
+def _as_in_mine(value: Any, mine: Any) -> Any:
+    """Return a saved number as a tensor where `mine` is one, and so both of betas; a new tensor, as torch loads it."""
+    if isinstance(mine, torch.Tensor) and is_number(value):
+        return torch.full_like(mine, value)
+    if isinstance(mine, (tuple, list)) and isinstance(value, list) and len(mine) == len(value):
+        return [_as_in_mine(*pair) for pair in zip(value, mine, strict=True)]
+    return value
 
 
 def check_same_names(what: str, theirs: Sequence[Sequence[str]], mine: Sequence[Sequence[str]]) -> None:

@@ -978,7 +978,7 @@ class StepExecutor:
 
     @serialised
     def woken(self) -> None:
-        """Follow state and gradients whose device memory was allocated again, on the current stream."""
+        """Follow state, gradients and weights whose device memory was allocated again, on the current stream."""
         streams = self._sources(self._backend.compute_key())
         for bucket, buffers in zip(self._buckets, self._gradients, strict=True):
             for buffer in buffers:
@@ -987,6 +987,7 @@ class StepExecutor:
                 bucket.streams |= streams
         for buffer in (buffer for state in self._states for buffer in state.buffers()):
             buffer.point_to(buffer.data)
+        self._targets.woken()
         self._bindings.forget()
 
     # ---------------------------------------------------------------- issuing

@@ -97,6 +97,13 @@ class ParamViews:
                 self._bind(name)
         return bool(self._flat)
 
+    def woken(self) -> None:
+        """Look at all weights anew in the next step, because their device memory was allocated again.
+
+        Other memory may by then be where theirs was before: an address does not tell.
+        """
+        self._addresses = dict.fromkeys(self._addresses, 0)
+
     def scatter(self) -> None:
         """Copy flat weights back into parameters that are not contiguous. Their H2D copies are complete."""
         for name, flat in self._flat.items():

@@ -294,6 +294,8 @@ class Staging:
 
     def forget(self, parameter: torch.Tensor, chunk: Chunk) -> None:
         """Stop treating what is here of the parameter as offloaded state; whoever refers to it keeps it."""
+        # The next step would forget it again, and with it whatever state has been offloaded since.
+        self._unsettled = [p for p in self._unsettled if p is not parameter]
         staged = self._staged.get(chunk)
         if staged is not None and parameter in staged.given:
             del staged.given[parameter]
