@@ -3,7 +3,8 @@ the program, weights given other memory, `optimizer.state` written, steps in inf
 
 Seen red with: no wait for the optimizer before when one is made, gradients of another one passed over, the wait for
 held gradients left out and each way to hold one overlooked, no look at overlaps, at who holds weights when an optimizer
-is made, at strides or `optimizer.state`, a flat copy kept as the place of a weight, inference mode left on.
+is made, at strides or `optimizer.state`, a flat copy kept as the place of a weight, inference mode left on; writes
+through `.data` lost after backward had recomputed a layer, and after an error in forward.
 """
 
 from __future__ import annotations
@@ -257,6 +258,42 @@ def test_weights_written_through_a_buffer_that_was_there_before_the_optimizer(mo
             results.append(snapshot(model, optimizer))
         for found in results[1:]:
             assert_equal(found, results[0])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_weights_written_through_data_after_a_backward_that_recomputes(reentrant: bool) -> None:
+    """Weights behind the last layer are waited for with that layer, which is recomputed after their gradients."""
+
+    def loop(model: Net, optimizer: hostward.AdamW) -> None:
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(model, step, reentrant=reentrant).backward()
+            for p in model.parameters():
+                p.data.mul_(0.9)
+            optimizer.step()
+
+    require_equal(loop)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_weights_written_through_data_after_an_error(where: str) -> None:
+    def fail() -> None:
+        raise KeyError("on purpose")
+
+    def loop(model: Net, optimizer: hostward.AdamW) -> None:
+        for step in range(2):
+            loss = loss_of(model, 7, reentrant=False)
+            model.blocks[1].fail = fail
+            with pytest.raises(KeyError):
+                loss_of(model, 8) if where == "forward" else loss.backward()
+            model.blocks[1].fail = None
+            for p in model.parameters():
+                p.data.mul_(0.9)
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+
+    require_equal(loop)
 
 
 # ---------------------------------------------------------------- optimizer.state, and where step() is called
