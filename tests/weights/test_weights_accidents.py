@@ -4,7 +4,8 @@ Seen red: a state dict of weights without bytes (written as 0 bytes, without an 
 graph holds while its memory goes, a weight written on the device and fetched again as it was; records of fences that
 keep a dropped model; an evaluation in another thread that reads weights which training frees; two backwards at once,
 with a crash of torch; another where shared memory is allocated again; a fence left down after a load, a part of a layer
-called alone, a backward that failed or began within a layer (a crash, or a write through `.data` that was lost).
+called alone, a backward that failed or began within a layer (a crash, or a write through `.data` that was lost); a
+layer that counts as there, half of its weights freed when Ctrl-C came.
 """
 
 from __future__ import annotations
@@ -507,6 +508,39 @@ def test_a_fetch_without_memory_leaves_nothing_behind(monkeypatch: pytest.Monkey
         assert not any(w.storage.nbytes() for w in held.weights)
         held.weights[-1].room_bytes = room_bytes
         whole = gradients(frozen())
+        assert same(gradients(model), whole)
+
+
+class Interrupted:
+    """A storage during whose freeing somebody presses Ctrl-C."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._storage = storage
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._storage, name)
+
+    def resize_(self, nbytes: int) -> None:
+        if not nbytes:
+            raise KeyboardInterrupt
+        self._storage.resize_(nbytes)
+
+
+def test_weights_half_freed_at_ctrl_c_are_fetched_again() -> None:
+    whole = gradients(frozen())
+    model = frozen()
+    with away(model) as attached:
+        offloaded = attached._weights
+        assert offloaded is not None
+        held = offloaded.residency.layers[0]
+        assert held is not None
+        last = held.weights[-1]
+        storage, last.storage = last.storage, Interrupted(last.storage)  # type: ignore[assignment]
+        with pytest.raises(KeyboardInterrupt):
+            loss_of(model, 0)
+        last.storage = storage
+        for weight in held.weights:
+            assert weight.parameter.isfinite().all()
         assert same(gradients(model), whole)
 
 

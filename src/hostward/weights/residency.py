@@ -370,11 +370,11 @@ class Residency:
             self.backend.wait_for(stream)
         layer.read_on.clear()
         layer.empty.issue()
+        self._count(layer, -1)
+        layer.resident = False  # first: Ctrl-C from here on leaves weights that are fetched again
+        self.freed((number,))
         for weight in layer.weights:
             weight.storage.resize_(0)
-        self._count(layer, -1)
-        layer.resident = False
-        self.freed((number,))
 
     def use_held(self) -> list[str]:
         """Reload at once, after a step, the optimizer's weights whose memory other code holds; return their names."""
