@@ -5,7 +5,7 @@ graph holds while its memory goes, a weight written on the device and fetched ag
 keep a dropped model; an evaluation in another thread that reads weights which training frees; two backwards at once,
 with a crash of torch; another where shared memory is allocated again; a fence left down after a load, a part of a layer
 called alone, a backward that failed or began within a layer (a crash, or a write through `.data` that was lost); a
-layer that counts as there, half of its weights freed when Ctrl-C came.
+layer that counts as there, half of its weights freed when Ctrl-C came; backward hooks that write through `.data`.
 """
 
 from __future__ import annotations
@@ -509,6 +509,26 @@ def test_a_fetch_without_memory_leaves_nothing_behind(monkeypatch: pytest.Monkey
         held.weights[-1].room_bytes = room_bytes
         whole = gradients(frozen())
         assert same(gradients(model), whole)
+
+
+def halve(module: Any, *_: object) -> None:
+    module.linear.weight.data.mul_(0.5)
+
+
+@pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_backward_hooks_that_write_weights(kind: str) -> None:
+    def run(attached: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(WithLoss() for _ in range(3))).requires_grad_(False)
+        getattr(model[1], kind)(halve)
+        if attached:
+            hostward.attach(model, weights=hostward.Weights(2, min_elements=0), backend=SimulatedBackend(threads=1))
+        x = torch.ones(2, 8, requires_grad=True)
+        for _ in range(2):
+            model(x).sum().backward()
+        return [model(x).detach(), model[1].linear.weight.clone()]
+
+    assert same(run(True), run(False))
 
 
 class Interrupted:
