@@ -50,8 +50,8 @@ OTHERS_PRIVATE: Mapping[str, tuple[str, ...]] = {
         "_base", "_cdata", "_is_zerotensor", "_use_count", "_version",
     ),
     "registries of modules, read or written without running __setattr__": (
-        "_apply", "_buffers", "_compiled_call_impl", "_forward_hooks", "_forward_pre_hooks", "_modules",
-        "_non_persistent_buffers_set", "_parameters",
+        "_apply", "_backward_hooks", "_backward_pre_hooks", "_buffers", "_compiled_call_impl", "_forward_hooks",
+        "_forward_pre_hooks", "_modules", "_non_persistent_buffers_set", "_parameters",
     ),
     "torch's bindings, which have no public names for the graph task, the hooks in force and raw storages": (
         "_C", "_execution_engine", "_make_wrapper_subclass", "_pop_saved_tensors_default_hooks",

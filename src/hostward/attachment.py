@@ -281,7 +281,7 @@ def _require_not_attached(model: torch.nn.Module) -> None:
         if is_attached(module):
             raise ConfigError(
                 f"attach() to a model that is attached already: {name or type(model).__name__} is offloaded",
-                why="activations would be offloaded twice",
+                why="activations and weights would be offloaded twice",
                 fix="detach() the first attachment (run.detach()), or use it as a context, before attaching again",
             )
 

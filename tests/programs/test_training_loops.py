@@ -3,7 +3,9 @@ the program, weights given other memory, `optimizer.state` written, steps in inf
 
 Seen red with: no wait for the optimizer before when one is made, gradients of another one passed over, the wait for
 held gradients left out and each way to hold one overlooked, no look at overlaps, at who holds weights when an optimizer
-is made, at strides or `optimizer.state`, a flat copy kept as the place of a weight, inference mode left on.
+is made, at strides or `optimizer.state`, a flat copy kept as the place of a weight, inference mode left on; writes
+through `.data` lost after backward had recomputed a layer, and after an error in forward; a hook in autograd.grad that
+read weights without bytes.
 """
 
 from __future__ import annotations
@@ -323,6 +325,67 @@ def test_weights_written_through_a_buffer_that_was_there_before_the_optimizer(mo
             results.append(snapshot(model, optimizer))
         for found in results[1:]:
             assert_equal(found, results[0])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_weights_written_through_data_after_a_backward_that_recomputes(reentrant: bool) -> None:
+    """Weights behind the last layer are waited for with that layer, which is recomputed after their gradients."""
+
+    def loop(model: Net, optimizer: hostward.AdamW) -> None:
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(model, step, reentrant=reentrant).backward()
+            for p in model.parameters():
+                p.data.mul_(0.9)
+            optimizer.step()
+
+    require_equal(loop)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_weights_written_through_data_after_an_error(where: str) -> None:
+    def fail() -> None:
+        raise KeyError("on purpose")
+
+    def loop(model: Net, optimizer: hostward.AdamW) -> None:
+        for step in range(2):
+            loss = loss_of(model, 7, reentrant=False)
+            model.blocks[1].fail = fail
+            with pytest.raises(KeyError):
+                loss_of(model, 8) if where == "forward" else loss.backward()
+            model.blocks[1].fail = None
+            for p in model.parameters():
+                p.data.mul_(0.9)
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+
+    require_equal(loop)
+
+
+def test_hooks_in_the_backward_of_autograd_grad_see_offloaded_weights() -> None:
+    def found(mix: str, order: Order) -> dict[str, torch.Tensor]:
+        model, optimizer = make(mix, order=order)
+        run = hostward.attach(model, optimizer, weights=2, layers=list(model.blocks)) if mix == "host" else None
+        norms: list[torch.Tensor] = []
+
+        def look(*_: object) -> None:
+            norms.extend(p.norm() for p in model.parameters())
+
+        for step in range(2):
+            one_step(model, optimizer, step)
+            hook = model.blocks[2].register_full_backward_hook(look)
+            weights = [model.embed.weight, model.blocks[1].up.weight, model.head.bias]
+            grads = torch.autograd.grad(loss_of(model, 5, without=1), weights, materialize_grads=True)
+            hook.remove()
+            norms += grads
+            for p in model.parameters():
+                p.data.mul_(0.9)
+        if run is not None:
+            run.detach()
+        return {f"seen {i}": norm for i, norm in enumerate(norms)} | snapshot(model, optimizer)
+
+    assert_equal(found("host", LATEST), found("device", Order(eager=True)))
 
 
 # ---------------------------------------------------------------- optimizer.state, and where step() is called

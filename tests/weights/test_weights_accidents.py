@@ -3,7 +3,9 @@
 Seen red: a state dict of weights without bytes (written as 0 bytes, without an error), copies of them, a view that a
 graph holds while its memory goes, a weight written on the device and fetched again as it was; records of fences that
 keep a dropped model; an evaluation in another thread that reads weights which training frees; two backwards at once,
-with a crash of torch; another where shared memory is allocated again.
+with a crash of torch; another where shared memory is allocated again; a fence left down after a load, a part of a layer
+called alone, a backward that failed or began within a layer (a crash, or a write through `.data` that was lost); a
+layer that counts as there, half of its weights freed when Ctrl-C came; backward hooks that write through `.data`.
 """
 
 from __future__ import annotations
@@ -509,6 +511,59 @@ def test_a_fetch_without_memory_leaves_nothing_behind(monkeypatch: pytest.Monkey
         assert same(gradients(model), whole)
 
 
+def halve(module: Any, *_: object) -> None:
+    module.linear.weight.data.mul_(0.5)
+
+
+@pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_backward_hooks_that_write_weights(kind: str) -> None:
+    def run(attached: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(WithLoss() for _ in range(3))).requires_grad_(False)
+        getattr(model[1], kind)(halve)
+        if attached:
+            hostward.attach(model, weights=hostward.Weights(2, min_elements=0), backend=SimulatedBackend(threads=1))
+        x = torch.ones(2, 8, requires_grad=True)
+        for _ in range(2):
+            model(x).sum().backward()
+        return [model(x).detach(), model[1].linear.weight.clone()]
+
+    assert same(run(True), run(False))
+
+
+class Interrupted:
+    """A storage during whose freeing somebody presses Ctrl-C."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._storage = storage
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._storage, name)
+
+    def resize_(self, nbytes: int) -> None:
+        if not nbytes:
+            raise KeyboardInterrupt
+        self._storage.resize_(nbytes)
+
+
+def test_weights_half_freed_at_ctrl_c_are_fetched_again() -> None:
+    whole = gradients(frozen())
+    model = frozen()
+    with away(model) as attached:
+        offloaded = attached._weights
+        assert offloaded is not None
+        held = offloaded.residency.layers[0]
+        assert held is not None
+        last = held.weights[-1]
+        storage, last.storage = last.storage, Interrupted(last.storage)  # type: ignore[assignment]
+        with pytest.raises(KeyboardInterrupt):
+            loss_of(model, 0)
+        last.storage = storage
+        for weight in held.weights:
+            assert weight.parameter.isfinite().all()
+        assert same(gradients(model), whole)
+
+
 def test_a_module_within_a_layer_called_on_its_own() -> None:
     model = frozen()
     x = torch.randn(3, 64, dtype=torch.bfloat16)
@@ -517,6 +572,85 @@ def test_a_module_within_a_layer_called_on_its_own() -> None:
         assert torch.equal(layer(model, 1).mlp(x), whole)
         gradients(model)
         assert layers_here(model) == [0, 3]
+
+
+class WithLoss(torch.nn.Module):
+    """A layer that keeps a loss of its own, which is no output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.loss = self.linear(x).square().sum()
+        return torch.tanh(self.linear(x))
+
+
+def part_alone(model: Any, x: torch.Tensor) -> None:
+    model[0].linear(x)
+    model[1](x)
+
+
+def part_and_backward(model: Any, x: torch.Tensor) -> None:
+    model[0].linear(x).sum().backward()
+
+
+def backward_from_within(model: Any, x: torch.Tensor) -> None:
+    model(x)
+    model[0].loss.backward()
+
+
+def backward_that_fails(model: Any, x: torch.Tensor) -> None:
+    y = model[0](x)
+    y.register_hook(lambda _: int("on purpose"))
+    with pytest.raises(ValueError, match="on purpose"):
+        model[2](model[1](y)).sum().backward()
+
+
+def scaled(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: 0.9 * value for name, value in module.state_dict().items()}
+
+
+def load(model: Any, x: torch.Tensor) -> None:
+    model.load_state_dict(scaled(model))
+
+
+def load_of_a_part(model: Any, x: torch.Tensor) -> None:
+    model[1].linear.load_state_dict(scaled(model[1].linear))
+
+
+def load_that_fails(model: Any, x: torch.Tensor) -> None:
+    hook = model[1].linear.register_load_state_dict_post_hook(lambda *_: int("on purpose"))
+    with pytest.raises(ValueError, match="on purpose"):
+        model.load_state_dict(scaled(model))
+    hook.remove()
+
+
+@pytest.mark.parametrize(
+    "before",
+    [part_alone, part_and_backward, backward_from_within, backward_that_fails, load, load_of_a_part, load_that_fails],
+)
+def test_weights_are_fenced_again_when_layers_do_not_run(before: Callable[[Any, torch.Tensor], None]) -> None:
+    """They can be read, and what is written through `.data` counts."""
+
+    def run(attached: bool, written: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(WithLoss() for _ in range(3))).requires_grad_(False)
+        backend = SimulatedBackend(threads=1)
+        if attached:
+            hostward.attach(model, weights=hostward.Weights(num_layers=2, min_elements=0), backend=backend)
+        x = torch.ones(2, 8, requires_grad=True)
+        before(model, x)
+        for one in model:
+            one.__dict__.pop("loss", None)
+        if written:
+            for weight in model.parameters():
+                weight.data.mul_(0.5)
+            model(x)  # frees them
+        return [model(x).detach(), *(weight.sum() for weight in model.parameters())]
+
+    for written in (False, True):
+        assert same(run(True, written), run(False, written))
 
 
 def test_adapters_beside_frozen_weights() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -52,3 +53,20 @@ def is_saved(parameter: torch.nn.Parameter) -> bool:
 @functools.cache
 def _alone() -> int:
     return torch.nn.Parameter(torch.empty(0, device="cpu"))._use_count()  # type: ignore[attr-defined, no-any-return]
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call a function once when the backward that runs now is over, also if an error ends it."""
+    ending = _Ending()
+    ending.end = weakref.finalize(ending, function)
+    ending.end.atexit = False
+    torch.autograd.Variable._execution_engine.queue_callback(ending)
+
+
+class _Ending:
+    """Be called at the end of a backward; the engine drops it with the backward, also if that raises."""
+
+    end: weakref.finalize[[], _Ending]
+
+    def __call__(self) -> None:
+        self.end()

@@ -20,6 +20,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch._compile import _disable_dynamo
+from torch.autograd.graph import get_gradient_edge
 
 without_functions = torch._C.DisableTorchFunctionSubclass
 """Context in which the calling thread sees fenced weights as plain ones, for our own code that waits by itself."""
@@ -188,7 +189,7 @@ _METADATA = (
     | {
         torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like,
         torch.randint_like, torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor, torch.result_type,
-        torch.autograd.grad, torch.autograd.backward,
+        torch.autograd.backward,
     }
 ) - {None}  # fmt: skip
 """Functions that read no element of the weight; the training loop's `zero_grad`, `p.grad`, `p.shape` must not wait."""
@@ -208,6 +209,8 @@ def _function(
 ) -> Any:
     """Implement `__torch_function__` of fenced weights."""
     kwargs = {} if kwargs is None else kwargs
+    if func is torch.autograd.grad:
+        return _gradients(*args, **kwargs)
     if func in _METADATA:
         with without_functions():
             return func(*args, **kwargs)
@@ -225,6 +228,25 @@ def _function(
     if func in _ALIASES or func in _ADDRESSES:
         _expose(found, result if func in _ALIASES else None)
     return result
+
+
+def _gradients(outputs: Sequence[Any], inputs: Sequence[Any], **options: Any) -> Any:
+    """Call `torch.autograd.grad`, with the edges of fenced weights instead of these.
+
+    So nothing is switched off for its backward, in which hooks and recomputed layers read other weights.
+    """
+    with without_functions():
+        wanted = [type(each) is FencedParameter and each.requires_grad for each in inputs]
+        edges = [get_gradient_edge(each) if edge else each for each, edge in zip(inputs, wanted, strict=True)]
+    if any(type(each) in _FENCED for each in (*outputs, *edges)):
+        with without_functions():
+            return torch.autograd.grad(outputs, inputs, **options)
+    materialize = options.pop("materialize_grads", False)
+    found: Sequence[Any] = torch.autograd.grad(outputs, edges, **options)
+    if not materialize:
+        return found
+    zeros = functools.partial(torch.zeros_like, requires_grad=bool(options.get("create_graph")))
+    return tuple(zeros(each) if grad is None else grad for each, grad in zip(inputs, found, strict=True))
 
 
 def _in_new_parameter(frame: FrameType | None) -> bool:

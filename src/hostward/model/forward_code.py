@@ -1,7 +1,8 @@
 """Tell from the code of forward, without running it, whether it takes `.data` of a tensor.
 
 A write in place through `.data` moves no version counter, and within forward of a layer the fence is down
-(`hostward.optim.forward_hooks`). Where code takes `.data`, it reports what is handed out there, too.
+(`hostward.optim.forward_hooks`), as it is in backward for offloaded weights. Where code takes `.data`, it reports what
+is handed out there, too.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ def _takes_data(module: torch.nn.Module, known: dict[type, bool]) -> bool:
     kind = type(module)
     if kind not in known:
         known[kind] = _Walk(module).reaches(_of_class(kind, {"forward"}))
-    own = [module.__dict__.get("forward"), *module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    return known[kind] or _Walk(module).reaches(own)
+    forward = module.__dict__.get("forward"), *module._forward_pre_hooks.values(), *module._forward_hooks.values()
+    backward = *module._backward_pre_hooks.values(), *module._backward_hooks.values()
+    return known[kind] or _Walk(module).reaches((*forward, *backward))
 
 
 class _Walk:

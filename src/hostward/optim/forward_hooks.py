@@ -19,6 +19,7 @@ from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from hostward.model.autograd import at_end_of_backward
 from hostward.model.fence import Fence, down, readers_of, up
 from hostward.model.forward_code import layers_that_take_data
 from hostward.model.layer_hooks import forget_compiled
@@ -84,7 +85,7 @@ class ForwardHooks:
             self._handles.append(module.register_state_dict_pre_hook(_StateHook(this)))  # type: ignore[no-untyped-call]
 
         if leave is not None:
-            self._handles.append(module.register_forward_hook(_LeaveHook(this)))
+            self._handles.append(module.register_forward_hook(_LeaveHook(this), always_call=True))
 
     def leave(self) -> None:
         if self._leave is not None:
@@ -135,7 +136,7 @@ class _UseHook:
 
 
 class _LeaveHook:
-    """_LeaveHook is the forward hook that reports the end of the module's forward."""
+    """_LeaveHook is the forward hook that reports the end of the module's forward, also if that raises."""
 
     def __init__(self, arrivals: weakref.ref[ForwardHooks] | None = None) -> None:
         self._forward_hooks = arrivals
@@ -209,6 +210,8 @@ class WeightFence:
         self._of_layer = {layer: self._fence.entries(held) for layer, held in of_layer.items()}
         self._down: set[str] = set(self._of_layer)
         self._root, self._at = root, {id(t.parameter): layers[t.name] for t in tracked}
+        self._task = -1
+        """Graph task of the last backward that has recomputed a layer."""
         self.raise_all()
 
     @functools.cached_property
@@ -222,6 +225,11 @@ class WeightFence:
         if layer in self._of_layer and layer not in self._down:
             self._down.add(layer)
             down(self._of_layer[layer], watched=layer in self._watched)
+            task = torch._C._current_graph_task_id()
+            if task not in (-1, self._task):
+                # Entered with a recomputed layer are others, whose gradients backward has perhaps made before.
+                self._task, this = task, weakref.ref(self)
+                at_end_of_backward(lambda: _raise_all(this))
 
     def leave(self, name: str) -> None:
         """Raise the fence of a parameter's layer after backward has made its gradient.
@@ -241,6 +249,12 @@ class WeightFence:
 
     def close(self) -> None:
         self._fence.close()
+
+
+def _raise_all(fence: weakref.ref[WeightFence]) -> None:
+    alive = fence()
+    if alive is not None:
+        alive.raise_all()
 
 
 def wait_for_optimizers(parameters: Iterable[torch.Tensor]) -> None:

@@ -22,7 +22,7 @@ from hostward.errors import ConfigError, HostwardError, OrderingError
 from hostward.model.autograd import raise_modified, tensors_of
 from hostward.model.fence import Fence, down, plain_type, unfenced, up, without_functions
 from hostward.model.forward_code import layers_that_take_data
-from hostward.model.layer_hooks import Mark, PostForwardHook, PreBackwardHook, PreForwardHook
+from hostward.model.layer_hooks import Mark, PostForwardHook, PreBackwardHook, PreForwardHook, Unmark
 from hostward.model.layers import Runs
 from hostward.model.parameters import groups_of, local_of
 from hostward.optim.bucket_lifecycle import Kinds
@@ -114,7 +114,7 @@ class WeightHandle:
         weight, witness = self._weight, self._witness
         if (weight.parameter if witness is None else witness)._version != self._version:
             raise_modified(self._sizes)
-        self._offloaded.use(self._number)
+        self._offloaded.use_in_backward(self._number)
         if witness is None:
             return weight.parameter
         view = torch.empty(0, dtype=self._dtype, device=weight.storage.device)
@@ -158,6 +158,8 @@ class OffloadedWeights:
         self._of_name = {w.name: i for i, w in self._of_storage.values() if w.changed is not None}
         self._stack: list[int] = []
         """Layers whose forward is running, innermost last."""
+        self._parts: list[torch.nn.Module] = []
+        """Modules within layers that run outside of their layer's call, innermost last."""
         self._task = -1
         """Graph task of the backward that calls `end` when it ends."""
         self._ending: weakref.ref[_Ending] | None = None
@@ -176,6 +178,7 @@ class OffloadedWeights:
         self._entries = {i: self._fence.entries(held) for i, held in held_by.items()}
         self._down: set[int] = set()
         """Layers whose fence is down because their operations run now, with weights on the device."""
+        self.residency.freed = self._raise
         if copies is not None and chosen.stepped:
             try:
                 copies.offload(chosen.stepped, self.residency, self.present)
@@ -199,6 +202,7 @@ class OffloadedWeights:
             for owner in layer.modules():
                 if owner is not layer and not leaving.isdisjoint(owner._parameters.values()):
                     self._handles.append(owner.register_forward_pre_hook(Mark(self, i), prepend=True))
+                    self._handles.append(owner.register_forward_hook(Unmark(self), always_call=True))
 
     def _weights_of(self, layer: torch.nn.Module) -> list[Weight]:
         found = (self._of_storage.get(local_of(p).untyped_storage()._cdata) for p in layer.parameters())
@@ -268,24 +272,54 @@ class OffloadedWeights:
             self.residency.prefetch(0)
 
     @unfenced
-    def mark(self, _: object, number: int) -> None:
+    def mark(self, module: torch.nn.Module, number: int) -> None:
         """Reload a layer's weights before a module within it runs, perhaps outside of the layer's call."""
+        if number not in self._stack and torch._C._current_graph_task_id() == -1:
+            self._parts.append(module)
         self.use(number)
+
+    @unfenced
+    def unmark(self, module: torch.nn.Module) -> None:
+        """Raise the fence after a module within a layer has run outside of the layer's call."""
+        if module in self._parts:
+            del self._parts[self._parts.index(module) :]
+            if not self._parts:
+                self._raise(self._down - {*self._stack})
 
     @unfenced
     def pre_backward(self, number: int) -> None:
         """Reload a layer's weights as backward reaches its output, and prefetch those of the layer before."""
-        residency, task = self.residency, torch._C._current_graph_task_id()
-        if task != self._task:
-            self._require_no_other_backward()
-            self._task, self._backward_in = task, threading.get_ident()
-            ending = _Ending(self)
-            self._ending = weakref.ref(ending)
-            torch.autograd.Variable._execution_engine.queue_callback(ending)
+        residency = self.residency
+        self._follow_backward()
         self._raise(self._down - {*self._stack, number})
         self.use(number)
         residency.sweep((*self._stack, number, number - 1))
         residency.prefetch(self._beside(number, -1))
+
+    def use_in_backward(self, number: int) -> None:
+        """Reload a layer's weights as backward asks for one that was saved."""
+        if torch._C._current_graph_task_id() == -1:  # code that looks into a graph
+            self.residency.ensure(number)
+            return
+        self._follow_backward()
+        self.use(number)
+
+    def _follow_backward(self) -> None:
+        """Let the backward that runs now report its end, also if it never reaches the output of a layer."""
+        task = torch._C._current_graph_task_id()
+        if task == self._task:
+            return
+        self._require_no_other_backward()
+        self._task, self._backward_in = task, threading.get_ident()
+        ending = _Ending(self)
+        self._ending = weakref.ref(ending, self._broken_off)
+        torch.autograd.Variable._execution_engine.queue_callback(ending)
+
+    def _broken_off(self, ending: weakref.ref[_Ending]) -> None:
+        """Raise the fence after a backward that an error has ended, so that `end` was not called."""
+        if self._ending is ending:
+            self._task, self._ending = -1, None
+            self._raise(self._down - {*self._stack})
 
     @unfenced
     def end(self) -> None:
@@ -466,6 +500,7 @@ class OffloadedWeights:
             if self._copies is not None and held.stepped:
                 self._copies.follow()
             self.residency.empty(number)
+        self._raise(self._down - {*self._stack})
 
     # ---------------------------------------------------------------- the end
 

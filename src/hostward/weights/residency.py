@@ -220,6 +220,8 @@ class Residency:
         self.fetched = self.on_demand = self.held = 0
         self.pinned = False
         """True while no weights may be freed."""
+        self.freed: Callable[[tuple[int]], None] = _tell_nobody
+        """Called with the number of a layer whose weights have just been freed: whoever reads them has to wait."""
         self._read: list[int] = []
         """Layers that were fetched for the last `read`."""
         self.expected: int | None = None
@@ -368,10 +370,11 @@ class Residency:
             self.backend.wait_for(stream)
         layer.read_on.clear()
         layer.empty.issue()
+        self._count(layer, -1)
+        layer.resident = False  # first: Ctrl-C from here on leaves weights that are fetched again
+        self.freed((number,))
         for weight in layer.weights:
             weight.storage.resize_(0)
-        self._count(layer, -1)
-        layer.resident = False
 
     def use_held(self) -> list[str]:
         """Reload at once, after a step, the optimizer's weights whose memory other code holds; return their names."""
@@ -426,6 +429,10 @@ class Residency:
                 self._fetch(layer)
         for number in range(self._ahead):
             self.prefetch(number)
+
+
+def _tell_nobody(_: tuple[int]) -> None:
+    """Stand for whoever wants to know which weights were freed."""
 
 
 def device_view(storage: torch.UntypedStorage, dtype: torch.dtype, start: int, numel: int, owner: str) -> Buffer:
