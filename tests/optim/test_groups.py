@@ -2,13 +2,15 @@
 
 Seen red with: the hyper-parameters of group 0 for all groups, tables that pile up, a refused group left in, weights not
 looked at before a group is added, the order of groups and parameters, names and lost keys not looked at, groups not
-looked at before saving, a group added within a microbatch, a learning rate that a load makes a number.
+looked at before saving, a group added within a microbatch, a learning rate that a load makes a number,
+a group without memory that stays half added.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -27,7 +29,9 @@ from optimizer_cases import (
 )
 
 import hostward
-from hostward.errors import ConfigError, ModelError
+from hostward.errors import ConfigError, MemoryLimitError, ModelError
+from hostward.runtime.backend import Buffer, Tier
+from hostward.runtime.simulated.backend import SimulatedBackend
 
 PLACES = (0.0, 0.5, 1.0)
 
@@ -209,6 +213,65 @@ def test_a_group_that_is_refused_leaves_the_optimizer_whole(bad: dict[str, Any])
     optimizer.step()
     assert_equal(snapshot(model, optimizer), expected.snapshot())
     optimizer.load_state_dict(optimizer.state_dict())
+
+
+class FullAtAllocation(SimulatedBackend):
+    """There is no memory for allocation number `at` from now on."""
+
+    at = 0
+
+    def allocate(self, *arguments: Any, **options: Any) -> list[Buffer]:
+        self.at -= 1
+        if self.at == 0:
+            raise MemoryLimitError("no memory is left", fix="free some")
+        return super().allocate(*arguments, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradients": "host"}, {"step_early": 1.0}], ids=str)
+def test_a_group_that_there_is_no_memory_for_leaves_the_optimizer_as_it_was(options: dict[str, Any]) -> None:
+    def trained(*, full: bool) -> tuple[dict[str, torch.Tensor], dict[tuple[Tier, str], int]]:
+        model, backend = mlp(), FullAtAllocation(threads=1)
+        named = list(model.named_parameters())
+        optimizer = adamw(
+            [{"params": named[2:]}], module=model, backend=backend, offload_fraction=0.7, overlap=True, **options
+        )
+        allocations = 0
+        for step in range(attempts):
+            with optimizer.accumulate(last=True):
+                mlp_loss(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if not full and step < attempts - 1:
+                continue
+            backend.at = step + 1
+            try:
+                optimizer.add_param_group({"params": named[:2]})
+                allocations = step
+            except MemoryLimitError:
+                assert step < attempts - 1
+                assert len(optimizer.param_groups) == 1
+        assert allocations == attempts - 1
+        mlp_loss(model, 99).backward()
+        optimizer.step()
+        held = backend.ledger.held_bytes
+        state = {key: held[key] for key in product(Tier, ("exp_avg", "exp_avg_sq", "weights")) if held[key]}
+        return snapshot(model, optimizer), state
+
+    attempts = 1 + allocations_of_a_group(options)
+    (values, held), (expected, expected_held) = trained(full=True), trained(full=False)
+    assert_equal(values, expected)
+    assert held == expected_held
+
+
+def allocations_of_a_group(options: dict[str, Any]) -> int:
+    model, backend = mlp(), FullAtAllocation(threads=1)
+    named = list(model.named_parameters())
+    optimizer = adamw(
+        [{"params": named[2:]}], module=model, backend=backend, offload_fraction=0.7, overlap=True, **options
+    )
+    backend.at = 0
+    optimizer.add_param_group({"params": named[:2]})
+    return -backend.at
 
 
 @pytest.mark.parametrize("last", [True, False])

@@ -43,6 +43,7 @@ from hostward.optim.bucket_state import (
     allocate_partials,
     allocate_scalars,
     explained,
+    free_states,
     landing_dtypes,
     pieces,
     take_states,
@@ -149,6 +150,11 @@ log = logging.getLogger("hostward")
 
 
 _ALL_KINDS = Kinds.STATE | Kinds.GRADIENTS | Kinds.WEIGHTS
+
+_OF_ALL_GROUPS = (
+    "_tracked", "_waiting", "_states", "_placements", "_summed", "_by_name", "_access", "offload_fraction",
+)  # fmt: skip
+"""Attributes that a group adds to, and that it leaves as they were if there is no memory for it."""
 
 ROOT = "root"
 """Layer name of parameters that the module itself owns."""
@@ -464,29 +470,37 @@ class AdamW(torch.optim.Optimizer):
         buckets, plan, early = self._mix.place(
             backend, used, self._grad_dtype, first, form=form, ranks=ranks, step_early=self._step_early
         )
-        self.offload_fraction = plan.asked_fraction
         placements = [b.placement for b in plan.buckets]
         grad_dtypes = landing_dtypes(buckets, {t.name: t.parameter for t in new}, self._grad_dtype)
         pinned = self._pin_gradients, self._pin_weights
         asked = AllocationRequest(buckets, placements, grad_dtypes, self._sums_on_host, *pinned, early)
-        summed = asked.summed
         states = take_states(backend, asked)
-        self._tracked += new
-        self._waiting += [t for t in new if is_away(t.parameter)]
+        before = {name: vars(self).get(name) for name in _OF_ALL_GROUPS}
+        # New lists: what was connected before has the old ones, and stays in use if this fails.
+        self._tracked = [*self._tracked, *new]
+        self._waiting = [*self._waiting, *(t for t in new if is_away(t.parameter))]
         # Tools that find no state make one by a step with zero gradients; those that move state find no tensor.
         self.state.update({t.parameter: StoredElsewhere() for t in new})
-        self._summed |= {len(self._states) + b for b in summed}
-        self._states += states
-        self._placements += plan.buckets
-        for t in new:
-            if not is_away(t.parameter):
-                backend.adopt(t.local.data, "weights", counted=True)
+        self._summed |= {len(self._states) + b for b in asked.summed}
+        self._states = [*self._states, *states]
+        self._placements = [*self._placements, *plan.buckets]
+        self.offload_fraction = plan.asked_fraction
+        weights = [backend.adopt(t.local.data, "weights", counted=True) for t in new if not is_away(t.parameter)]
         self._by_name = {t.name: t for t in self._tracked}
         self._access = StateAccess(pieces(self._states), self._by_name, form)
         for t in new:
             self._access.reseed(t.name)
-        with explained(backend, asked):
-            self._connect(backend)
+        try:
+            with explained(backend, asked):
+                self._connect(backend)
+        except HostwardError:
+            vars(self).update(before)
+            for t in new:
+                del self.state[t.parameter]
+            for weight in weights:
+                backend.ledger.add(weight, -1)
+            free_states(backend, states)
+            raise
         backend.synchronise()  # what is pending holds weights, too
         self._watch.compare([self._by_name[name] for name in self._executor.shared_now()])
         nothing = plan.asked_fraction > 0 and self.plan.state_bytes and not self.plan.offloaded_bytes
@@ -502,7 +516,7 @@ class AdamW(torch.optim.Optimizer):
         memory = Memory(*scalars, partials, host_partials, first_chunks, across)
         gauge = CudaGauge(cast("CudaBackend", backend)) if backend.device.type == "cuda" else None
         layers = {t.name: t.layer or ROOT for t in self._tracked}
-        self._executor = StepExecutor(
+        executor = StepExecutor(
             backend,
             self._states,
             self._by_name,
@@ -517,7 +531,9 @@ class AdamW(torch.optim.Optimizer):
             use_torch_optimizer=self._use_torch_optimizer,
             groups=self.param_groups,
         )
-        self._memory = memory
+        empty_parts = EmptyParts(backend, self._tracked, self._empty_parts)
+        # No memory is allocated from here on: an optimizer to which a group could not be added goes on as it was.
+        self._executor, self._memory, self._empty_parts = executor, memory, empty_parts
         self._watch.close()
         if hasattr(self, "_grad_hooks"):
             self._grad_hooks.close()
@@ -541,7 +557,6 @@ class AdamW(torch.optim.Optimizer):
         if self._sharded is not None:
             self._sharded.close()
             self._sharded = None
-        self._empty_parts = EmptyParts(backend, self._tracked, self._empty_parts)
         self._access.empty_counts = self._empty_parts.counts()
         if groups is not None:
             self._sharded = Sharded(groups, self._tracked, layers, self._executor, self._grad_hooks)

@@ -464,6 +464,13 @@ def take_states(backend: Backend, asked: AllocationRequest) -> list[BucketState]
     return states
 
 
+def free_states(backend: Backend, states: Sequence[BucketState]) -> None:
+    """Free what `take_states` has allocated."""
+    sets = [each for state in states for each in (state, state.twin) if each is not None]
+    guesses = [state.guess for state in states if state.guess is not None]
+    backend.free([*(buffer for each in sets for buffer in each.buffers()), *guesses])
+
+
 @contextmanager
 def explained(backend: Backend, asked: AllocationRequest) -> Iterator[None]:
     """Extend a PageLockError raised inside by the bytes pinned so far and the options that pin fewer."""
