@@ -124,7 +124,7 @@ from hostward.optim.state_reader import Describer, Readers, StateSources
 from hostward.optim.step_executor import StepExecutor
 from hostward.optim.tied_weights import checked_tied
 from hostward.optim.weight_copies import WeightCopies
-from hostward.runtime.backend import Backend, Tier
+from hostward.runtime.backend import Backend, Buffer, Tier
 from hostward.runtime.backend_choice import backend_for
 from hostward.runtime.pinned_memory import require_host_memory
 from hostward.schedule.ops import Lane, Schedule
@@ -485,7 +485,9 @@ class AdamW(torch.optim.Optimizer):
         self._states = [*self._states, *states]
         self._placements = [*self._placements, *plan.buckets]
         self.offload_fraction = plan.asked_fraction
-        weights = [backend.adopt(t.local.data, "weights", counted=True) for t in new if not is_away(t.parameter)]
+        for t in new:
+            if not is_away(t.parameter):
+                backend.adopt(t.local.data, "weights", counted=True)
         self._by_name = {t.name: t for t in self._tracked}
         self._access = StateAccess(pieces(self._states), self._by_name, form)
         for t in new:
@@ -497,8 +499,8 @@ class AdamW(torch.optim.Optimizer):
             vars(self).update(before)
             for t in new:
                 del self.state[t.parameter]
-            for weight in weights:
-                backend.ledger.add(weight, -1)
+                if not is_away(t.parameter):
+                    backend.ledger.add(Buffer(Tier.DEVICE, t.local.data, "weights"), -1)
             free_states(backend, states)
             raise
         backend.synchronise()  # what is pending holds weights, too
