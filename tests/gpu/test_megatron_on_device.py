@@ -30,6 +30,9 @@ def megatron() -> Iterator[Any]:
         yield megatron_cases
     megatron_cases.parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    RotaryEmbedding.forward.cache_clear()  # it keeps models and their optimizers, for the tests behind these
 
 
 def trained(megatron: Any, fraction: float | None, use: dict[str, Any] | None = None, **how: Any) -> Any:
