@@ -23,14 +23,16 @@ def trained(
     no_sync: bool = False,
     wrapped_first: bool = False,
     forward_outside: bool = False,
+    bucket_views: bool = False,
     **options: Any,
 ) -> dict[str, str]:
     """Bits of weights and state after three steps of two microbatches. `forward_outside`: of the context."""
     model = Net()
-    wrapped = DistributedDataParallel(model, static_graph=static) if wrapped_first else None
+    ways = {"static_graph": static, "gradient_as_bucket_view": bucket_views}
+    wrapped = DistributedDataParallel(model, **ways) if wrapped_first else None
     settings = {"max_grad_norm": 0.5, **MIXES[mix], **options}
     optimizer = hostward.AdamW(wrapped or model, lr=1e-2, backend=SimulatedBackend(threads=1), **settings)
-    ddp = wrapped or DistributedDataParallel(model, static_graph=static)
+    ddp = wrapped or DistributedDataParallel(model, **ways)
     for step in range(3):
         optimizer.zero_grad()
         for i in range(2):

@@ -14,6 +14,7 @@ WAYS = {
     "static graph": {"static": True},
     "no_sync": {"no_sync": True},
     "wrapped first": {"wrapped_first": True},
+    "bucket views": {"bucket_views": True},
     "around backward": {"forward_outside": True, "no_sync": True},
 }
 

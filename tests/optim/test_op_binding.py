@@ -7,7 +7,7 @@ gradients of a bucket that is not whole left behind; those that a bucket still h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import pytest
@@ -149,9 +149,9 @@ def test_gradients_taken_together_give_the_bits_of_one_by_one(
 
     together = run()
 
-    def one_by_one(self: StepExecutor, gradients: Mapping[str, torch.Tensor]) -> None:
+    def one_by_one(self: StepExecutor, gradients: Mapping[str, torch.Tensor], borrowed: Set[str]) -> None:
         for name, gradient in gradients.items():
-            self.offload_gradient(name, gradient)
+            self.offload_gradient(name, gradient, borrowed=name in borrowed)
 
     monkeypatch.setattr(StepExecutor, "offload_gradients", one_by_one)
     assert_equal(together, run())  # type: ignore[arg-type]

@@ -2,10 +2,10 @@
 the program, weights given other memory, `optimizer.state` written, steps in inference mode.
 
 Seen red with: no wait for the optimizer before when one is made, gradients of another one passed over, the wait for
-held gradients left out and each way to hold one overlooked, no look at overlaps, at who holds weights when an optimizer
-is made, at strides or `optimizer.state`, a flat copy kept as the place of a weight, inference mode left on; writes
-through `.data` lost after backward had recomputed a layer, and after an error in forward; a hook in autograd.grad that
-read weights without bytes.
+held gradients left out, their memory released and each way to hold one overlooked, no look at overlaps, at who holds
+weights when an optimizer is made, at strides or `optimizer.state`, a flat copy kept as the place of a weight, inference
+mode left on; writes through `.data` lost after backward had recomputed a layer, and after an error in forward; a hook
+in autograd.grad that read weights without bytes.
 """
 
 from __future__ import annotations
@@ -197,15 +197,18 @@ def put_before_backward(model: Net) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("keep", [kept_by_hooks, put_before_backward])
+@pytest.mark.parametrize("order", [Order(eager=True), LATEST], ids=["eager", "latest"])
 @pytest.mark.parametrize("mix", OFFLOADED)
-def test_gradients_that_are_held_while_backward_makes_them(keep: Callable[..., list[torch.Tensor]], mix: str) -> None:
+def test_gradients_that_are_held_while_backward_makes_them(
+    keep: Callable[..., list[torch.Tensor]], order: Order, mix: str
+) -> None:
     """They may be scaled when it is over, and overwritten after the step."""
 
     def trained(mix: str) -> dict[str, torch.Tensor]:
         model = Net(torch.float32)
         held = keep(model) if keep is kept_by_hooks else []
-        order = Order(eager=True) if mix == "device" else LATEST
-        optimizer = adamw(model, backend=SimulatedBackend(threads=1, order=order, poison=False), **MIXES[mix])
+        on = SimulatedBackend(threads=1, order=Order(eager=True) if mix == "device" else order)
+        optimizer = adamw(model, backend=on, **MIXES[mix])
         for step in range(3):
             held.clear()
             if keep is put_before_backward:
@@ -243,6 +246,25 @@ def test_gradients_of_microbatches_that_are_held_may_be_overwritten() -> None:
         return snapshot(model, optimizer)
 
     assert_equal(trained(keep=True), trained(keep=False))
+
+
+@pytest.mark.parametrize("context", [True, False])
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("mix", MIXES)
+def test_buffers_of_gradients_keep_what_they_hold(mix: str, flat: bool, context: bool) -> None:
+    """As DistributedDataParallel's with gradient_as_bucket_view=True: it reads and writes them later."""
+    model, optimizer = make(mix)
+    held = put_before_backward(model) if flat else []
+    with microbatch(optimizer, context, True):
+        loss_of(model, 0).backward()
+    if not flat and not context:
+        model.head.bias.grad = None  # not all of its bucket comes
+    held = held or [p.grad for p in model.parameters() if type(p.grad) is torch.Tensor]
+    assert held or context
+    before = [each.clone() for each in held]
+    optimizer.step()
+    optimizer.backend.synchronise()
+    assert all(torch.equal(*pair) for pair in zip(held, before, strict=True))
 
 
 def test_gradients_that_nobody_else_holds_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

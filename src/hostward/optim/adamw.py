@@ -210,9 +210,9 @@ class Accumulation:
             return
         try:
             if self._last:
-                # Gradients that the last microbatch did not touch are final as well.
+                # Gradients that the last microbatch did not touch are final as well, unless the program holds them.
                 for t in grad_hooks.waiting():
-                    if t.name not in grad_hooks.tied.names:
+                    if t.name not in grad_hooks.tied.names and t.name not in grad_hooks.held:
                         grad_hooks.hand_over(t)
             self._executor.flush(last=self._last)
         except HostwardError:
@@ -705,7 +705,7 @@ class AdamW(torch.optim.Optimizer):
         self._unchanged = False
         try:
             if stays:
-                self._executor.offload_gradients(gradients)
+                self._executor.offload_gradients(gradients, self._grad_hooks.held)
             elif gradients:
                 self._grad_hooks.hand_over_all(waiting, gradients)
             stepped = list(gradients) if stays else list(self._grad_hooks.taken)
@@ -733,7 +733,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _wait_for_held(self) -> None:
         """Wait for the readers of gradients that the program holds as well, and may overwrite when step() returns."""
-        held = self._grad_hooks.held
+        held = self._grad_hooks.held_late()
         if not held:
             return
         if not self._told_of_held:

@@ -178,8 +178,10 @@ class Taker(Protocol):
         `last`: no further microbatch is known to come. `borrowed`: its memory stays the owner's.
         """
 
-    def offload_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Call `offload_gradient` for each of these gradients, which are all final."""
+    def offload_gradients(self, gradients: Mapping[str, torch.Tensor], borrowed: Set[str]) -> None:
+        """Call `offload_gradient` for each of these gradients, which are all final. `borrowed`: names of those that
+        stay the owner's.
+        """
 
     def flush(self, name: str) -> None:
         """Send the gradient of a parameter that is accumulated on the host, because another one is about to come."""
@@ -232,7 +234,7 @@ class GradientHooks:
         """Fate shared by the gradients that are offloaded now."""
         self.taken: set[str] = set()
         self.held: set[str] = set()
-        """Names of those of this step whose gradient the program holds besides `.grad`, and may overwrite after it."""
+        """Names of those in `.grad` that the program holds, too, and reads or overwrites later."""
         self._unscaling: Unscaling | None = None
         self.armed = False
         """No further microbatch adds to what backward makes now: it is final."""
@@ -385,7 +387,7 @@ class GradientHooks:
         """Offload the gradients in `.grad` of all these parameters, which are `gradients` by name. They are final."""
         for t in waiting:
             self._put_placeholder(t, gradients[t.name].dtype)
-        self._taker.offload_gradients(gradients)
+        self._taker.offload_gradients(gradients, self.held)
 
     def take(self, name: str, gradient: torch.Tensor, *, last: bool, borrowed: bool) -> None:
         """Offload a gradient that never was in `.grad`.
@@ -496,9 +498,12 @@ class GradientHooks:
                 fix="clear all of them with optimizer.zero_grad(), or none",
             )
         grad = None  # which would count as held
-        if self._late:
-            self.held |= _held_elsewhere(t for t in found if t.name in self._late)
+        self.held = _held_elsewhere(found)
         return found
+
+    def held_late(self) -> set[str]:
+        """Return the names of the held gradients that may be read from device memory after step() has returned."""
+        return self.held & self._late
 
     def clipping(
         self,

@@ -351,10 +351,11 @@ class StepExecutor:
         self._offload_parts(gradient, parts, streams, last=last, copied_out=copied_out, borrowed=borrowed)
 
     @serialised
-    def offload_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+    def offload_gradients(self, gradients: Mapping[str, torch.Tensor], borrowed: Set[str] = frozenset()) -> None:
         """Call `offload_gradient` at the step for each of these gradients, which are all final.
 
-        The triggers of buckets whose gradients are all among them come together.
+        The triggers of buckets whose gradients are all among them come together. `borrowed`: names of those whose
+        memory stays the owner's.
         """
         self.asleep.require(Kinds.GRADIENTS, "gradients are taken")
         if not self.in_step:
@@ -373,6 +374,7 @@ class StepExecutor:
             for buffer, (name, span) in zip(self._gradients[b], self._map.sources[b], strict=True):
                 gradient = gradients[name]
                 refill(buffer, gradient if span is None else gradient.view(-1)[span])
+                buffer.borrowed = name in borrowed
             bucket.accept_all(streams)
             whole.append(bucket)
         for bucket in whole:
@@ -386,7 +388,7 @@ class StepExecutor:
             done = {bucket.index for bucket in whole}
             for name, gradient in gradients.items():
                 parts = [p for p in self._map.parts[name] if p[0] not in done]
-                self._offload_parts(gradient, parts, streams, last=True)
+                self._offload_parts(gradient, parts, streams, last=True, borrowed=name in borrowed)
 
     def _sources(self, here: int) -> set[int]:
         """Return the keys of the streams that may own the memory of a gradient offloaded on the stream `here`."""
