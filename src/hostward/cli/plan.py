@@ -92,7 +92,7 @@ Device = Annotated[
     typer.Option(
         "--device-memory",
         metavar="SIZE",
-        help="Of each GPU, as in 40GiB.",
+        help="Of each GPU, as in 40GiB: all of it is used, so give about 2 GiB less than a card has.",
         show_default="what the GPU has, less a reserve",
     ),
 ]

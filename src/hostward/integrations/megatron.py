@@ -134,7 +134,7 @@ def use(*, clip: str = "hostward", early_gradients: bool = True, **options: Any)
                 fix=f"leave {name} out",
             )
         if name not in OPTIONS:
-            known = sorted(OPTIONS - FROM_FLAGS.keys() - set(FROM_MEGATRON))
+            known = sorted({"clip", "early_gradients", *OPTIONS} - FROM_FLAGS.keys() - set(FROM_MEGATRON))
             raise UnknownNameError(f"use() has no option {name!r}", fix=f"one of {', '.join(known)}")
     require_names()
     _SETTINGS.options, _SETTINGS.clip, _SETTINGS.early_gradients = options, clip, early_gradients
