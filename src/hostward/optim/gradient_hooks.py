@@ -295,7 +295,8 @@ class GradientHooks:
         elif moved.fate.now is Where.TAKEN and t.name in self.taken:
             # A second backward, or a weight that two reentrant checkpoints share: it was not final after all.
             self.taken.discard(t.name)
-            t.parameter.grad = t.like(self._taker.reload_gradient(t.name).view(t.local.shape))
+            # Detached, it is no view, which would count as held by the program.
+            t.parameter.grad = t.like(self._taker.reload_gradient(t.name).view(t.local.shape).detach())
         else:
             t.parameter.grad = None
 
