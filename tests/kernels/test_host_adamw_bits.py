@@ -113,6 +113,28 @@ def as_any_moment(values: Any, dtype: str) -> Any:
     return np.concatenate([words, np.zeros(128 - n, np.uint32), words[-1:] >> np.uint32(8)]).astype(np.uint8)
 
 
+@pytest.mark.parametrize("lowest", [-4, -14, -15, -16, -17])
+def test_fp8_blocks_with_one_number_near_the_last_binade(lowest: int) -> None:
+    """Blocks of larger numbers are stored by one subtraction, which is wrong for what is below the last binade.
+
+    Without memory of what was, exp_avg is the gradient and exp_avg_sq its square.
+    """
+    rng = np.random.default_rng(16 - lowest)
+    blocks = 2000
+    mantissas = rng.integers(0, 0x700000, (blocks, 128))
+    exponents = rng.integers(lowest + 1, 1, (blocks, 128))
+    exponents[:, 0] = 0
+    exponents[:, 77], mantissas[:, 77] = lowest, rng.integers(0, 1 << 23, blocks)
+    bits = (exponents + 127 << 23) + mantissas + (rng.integers(0, 2, (blocks, 128)) << 31)
+    grad, zero = bits.reshape(-1).astype(np.uint32).view(np.float32), np.zeros(blocks * 128, dtype=np.float32)
+    hyper = reference.Hyper(lr=1e-3, weight_decay=0.0, beta1=0.0, beta2=0.0, eps=1e-8)
+    moments = as_moment(zero, "fp8"), as_moment(zero, "fp8", signed=False)
+    case = Case("fp32", "rounded", grad, as_main(grad, "rounded"), *moments)
+    expected = case.expected(hyper=hyper)
+    for isa in ISAS:
+        run_step(case, isa=isa, hyper=hyper).assert_equal(expected, isa)
+
+
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_any_bits_at_all(data: st.DataObject) -> None:
