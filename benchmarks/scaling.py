@@ -28,18 +28,19 @@ parameters per second that the host's cores read, modify and write, bytes per se
 the host's memory with both. With an exact norm the state that is on the host is written after backward, so the floor is
 
     base + max(0, after - forward)
-    after = min over s of max((1 - s) P / cores, 10 s P / link, (left + 2 (1 - s) P) / link,
-                              (28 (1 - s) P + 10 s P + left) / memory)
-    left = max(0, 10 s P - (base - forward) link)
+    after = min over s of max((1 - s) P / cores, B s P / link, (left + 2 (1 - s) P) / link,
+                              ((2 B + 8) (1 - s) P + B s P + left) / memory)
+    left = max(0, B s P - (base - forward) link)
 
 with P parameters on the host, base and forward the seconds of an iteration and of its forward at fraction 0, and s the
-share that is streamed: 10 bytes of it are written, and read, as far as the link can while backward runs. Of a parameter
-stepped on the host memory moves 26 bytes in the step, and 2 for its weight, which cross the link as well.
+share that is streamed: B bytes of it, 10 with fp32 state, are written, and read, as far as the link can while backward
+runs. Of a parameter stepped on the host memory moves 2 B + 6 bytes in the step, at the rate of the cores for 26, and 2
+for its weight, which cross the link as well.
 
-`both` has one limit more, which the sum of both directions meets: (10 s P + left + 2 (1 - s) P) / (2 duplex), by the
+`both` has one limit more, which the sum of both directions meets: (B s P + left + 2 (1 - s) P) / (2 duplex), by the
 rate of one direction while the other is full as well.
 
-`held` has left = max(10 s P - slots, ...) besides: state that is read while backward runs lies on the GPU until the
+`held` has left = max(B s P - slots, ...) besides: state that is read while backward runs lies on the GPU until the
 norm is known, in memory that backward has freed. The first two say what more memory could bring, this one what is left
 with the memory that the row took.
 """
@@ -63,6 +64,9 @@ import torch
 from capacity import FORMATS
 from hostward import recipes
 from hostward.config.overrides import apply_overrides
+from hostward.core.inventory import Dtype, state_bytes_per_element
+from hostward.core.placement import HOST_STEP_BYTES, host_step_bytes
+from hostward.optim.param_groups import checked_form
 from hostward.runtime.backend import Tier
 from hostward.runtime.backend_choice import backend_for
 from hostward.runtime.calibrate import Links, ReadModifyWrite
@@ -72,7 +76,7 @@ from hostward.trainer.process_group import Ranks
 from hostward.trainer.run import Run
 from hostward.trainer.workload import recipe_workload
 from roofs import rmw_alone, rmw_with_copies
-from training_row import rates_of
+from training_row import STATES, rates_of
 
 from machine import describe
 
@@ -102,22 +106,35 @@ def measured_roofs(ranks: Ranks) -> dict[str, Any]:
     return {"threads_per_rank": threads, "of_ranks": of_ranks, **sums}
 
 
+def element_bytes(form: str) -> int:
+    """State of a bf16 weight in a format of FORMATS, without the scales of blocks."""
+    found = checked_form(dict(STATES[form]) if form in STATES else None, use_torch_optimizer=False)
+    return state_bytes_per_element(found.master_kind(Dtype.BF16), found)
+
+
 def after_norm_s(
-    parameters: float, backward_s: float, roofs: dict[str, Any], *, both_ways: bool, slot_bytes: float = math.inf
+    parameters: float,
+    backward_s: float,
+    roofs: dict[str, Any],
+    *,
+    both_ways: bool,
+    slot_bytes: float = math.inf,
+    form: str = "fp32",
 ) -> float:
     """Least seconds between the norm and the last weight's arrival, for so many parameters and staging slots of the
     node.
     """
-    link, found = roofs["d2h_bytes_per_s"], []
+    link, found, each = roofs["d2h_bytes_per_s"], [], element_bytes(form)
+    step_bytes = host_step_bytes(state_bytes=each, weight_bytes=2)
     for s in SHARES:
-        on_host, state_bytes = (1 - s) * parameters, 10 * s * parameters
+        on_host, state_bytes = (1 - s) * parameters, each * s * parameters
         left_bytes = max(0.0, state_bytes - backward_s * link, state_bytes - slot_bytes)
         there_bytes = left_bytes + 2 * on_host
         limits_s = [
-            on_host / roofs["parameters_per_s"],
+            on_host * step_bytes / HOST_STEP_BYTES / roofs["parameters_per_s"],
             state_bytes / link,
             there_bytes / link,
-            (28 * on_host + state_bytes + left_bytes) / roofs["memory_bytes_per_s"],
+            ((step_bytes + 2) * on_host + state_bytes + left_bytes) / roofs["memory_bytes_per_s"],
         ]
         if both_ways:
             limits_s.append((state_bytes + there_bytes) / (2 * roofs["duplex_each_way_bytes_per_s"]))
@@ -273,6 +290,7 @@ def compare(rows: list[dict[str, Any]]) -> None:
             slots = sum(one["slot_bytes"] for one in r["of_ranks"])
             floors["floor_held"] = {"both_ways": True, "slot_bytes": slots}
         for floor, limits in floors.items():
+            limits["form"] = r.get("state", "fp32")  # earlier results have no other
             after_s = after_norm_s(away, base["step_s"] - base["forward_s"], r["roofs"], **limits)
             r[f"{floor}_ratio"] = 1 + max(0.0, after_s - base["forward_s"]) / base["step_s"]
             r[f"over_{floor}"] = r["ratio"] / r[f"{floor}_ratio"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from hostward.errors import ConfigError
 from hostward.model.parameters import ParamRecord
 from hostward.optim.placement import PlacementPolicy
 from hostward.runtime import calibrate
-from hostward.runtime.backend import Backend, Work
+from hostward.runtime.backend import TORCH_DTYPES, AdamWOperands, Backend, Buffer, Event, Scalars, Work
 from hostward.runtime.simulated.backend import SimulatedBackend
 from hostward.schedule.ops import Lane
 
@@ -85,6 +86,48 @@ class OfADevice(SimulatedBackend):
         self.device = torch.device("cuda")
 
 
+class Recording(SimulatedBackend):
+    """Keeps the operands of the CPU step, and how many numbers of its moments were not zero at the end."""
+
+    def __init__(self) -> None:
+        super().__init__(threads=1)
+        self.stepped: list[AdamWOperands] = []
+        self.filled: list[int] = []
+
+    def adamw(self, lane: Lane, name: str, operands: AdamWOperands, scalars: Scalars, **options: Any) -> Work:
+        self.stepped.append(operands)
+        return super().adamw(lane, name, operands, scalars, **options)
+
+    def free(self, buffers: Sequence[Buffer], after: Sequence[Event] = ()) -> None:
+        for operands in self.stepped:
+            moments = operands.exp_avg, operands.exp_avg_sq
+            self.filled += [int(moment.data[:8192].count_nonzero()) for moment in moments]
+        super().free(buffers, after)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "form", "bytes_of"),
+    [
+        (Dtype.BF16, StateFormat(), (4, 4, 2)),
+        (Dtype.FP32, StateFormat(), (4, 4)),
+        (Dtype.FP16, StateFormat(exp_avg=Dtype.BF16), (2, 4, 4)),
+        (Dtype.BF16, StateFormat(Dtype.FP8, Dtype.FP8, Dtype.BF16), (1, 1)),
+    ],
+)
+def test_the_step_that_is_measured_has_the_format_of_the_state(
+    dtype: Dtype, form: StateFormat, bytes_of: tuple[int, ...]
+) -> None:
+    """And numbers as they are in training: a block of zeros takes FP8 longer."""
+    backend = Recording()
+    calibrate.measure_rates(backend, dtype=dtype, form=form)
+    [stepped] = backend.stepped
+    state = (stepped.exp_avg, stepped.exp_avg_sq, *([stepped.low] if stepped.low else []))
+    assert tuple(buffer.data.element_size() for buffer in state) == bytes_of
+    [bound] = stepped.ranges
+    assert bound.gradient.data.dtype == bound.weight.data.dtype == TORCH_DTYPES[dtype]
+    assert min(backend.filled) > 8000
+
+
 RATES = Rates(4.226e9, 72.46e9, 2.915e9, 44.2e9, 49.5e9)
 
 
@@ -120,6 +163,23 @@ def test_ranks_that_were_told_different_shares_stream_the_largest(monkeypatch: p
         mix.rates = RATES
         assert mix.streamed_share(OfADevice(), buckets, 1.0, Others()) == 0.6
     assert told == [0.25, 0.25]
+
+
+@pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP32])
+def test_rates_are_measured_with_the_format_that_is_placed(monkeypatch: pytest.MonkeyPatch, dtype: Dtype) -> None:
+    """By ranks without parameters as well, which measure together with the others."""
+    found: list[tuple[Dtype, StateFormat]] = []
+
+    def measured(backend: Backend, ranks: object = None, *, dtype: Dtype, form: StateFormat) -> Rates:
+        found.append((dtype, form))
+        return RATES
+
+    monkeypatch.setattr("hostward.optim.placement.measure_rates", measured)
+    form = StateFormat(Dtype.FP8, Dtype.FP8)
+    parameters = [Parameter("scale", 1, dtype, "", dims=1), Parameter("w", 4096, dtype, "layers.0")]
+    PlacementPolicy(1.0, "auto").streamed_share(OfADevice(), cut_buckets(parameters, form=form), 1.0, form=form)
+    PlacementPolicy(1.0, "auto").streamed_share(OfADevice(), (), 1.0, form=form)
+    assert found == [(dtype, form), (Dtype.BF16, form)]
 
 
 def test_a_vector_that_comes_first_does_not_decide_the_share() -> None:

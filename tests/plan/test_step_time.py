@@ -239,7 +239,7 @@ def test_rows_stepped_during_backward_are_within_a_tenth(row: str) -> None:
     """With the rates that were measured in the same run. Seen red: guesses as fast as steps in place."""
     content = json.loads((RESULTS / "2026-11-28-step-early-calm-h200.json").read_text())
     rows = {found["row"]: found for found in content["rows"]}
-    speeds = measured(H200, Rates(**rows["auto:1+calm"]["rates"]))
+    speeds = measured(H200, Rates(**rows["auto:1+calm"]["rates"]), None)
     placed = rows[row]["placed_parameters"]
     share = placed["streamed"] / (placed["streamed"] + placed["host"])
     workload = replace(llama(), step_early=1.0)

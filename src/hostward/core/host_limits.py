@@ -88,9 +88,9 @@ def resident_bytes(root: Path = Path("/")) -> int:
 class Rates:
     """Hold measured rates of a machine.
 
-    `host_parameters_per_s` is the rate of the CPU optimizer step; `duplex_bytes_per_s` sums equal copies in both
-    directions. The `busy_` rates are measured while the other kind of work runs. `d2h_bytes_per_s` is the rate of
-    offloading copies that run alone.
+    `host_parameters_per_s` is the rate of the CPU optimizer step with one format of the state; `duplex_bytes_per_s`
+    sums equal copies in both directions. The `busy_` rates are measured while the other kind of work runs.
+    `d2h_bytes_per_s` is the rate of offloading copies that run alone.
     """
 
     host_parameters_per_s: float

@@ -30,7 +30,17 @@ from hostward.core.placement import Placement, summed_on_host
 from hostward.errors import HostwardError, PageLockError
 from hostward.kernels import reference
 from hostward.kernels.cpu.adamw import GUESS_WORDS
-from hostward.runtime.backend import STATE_DTYPES, TORCH_DTYPES, Backend, Buffer, Partials, Scalars, Tier, chunks_of
+from hostward.runtime.backend import (
+    LOW_DTYPES,
+    STATE_DTYPES,
+    TORCH_DTYPES,
+    Backend,
+    Buffer,
+    Partials,
+    Scalars,
+    Tier,
+    chunks_of,
+)
 from hostward.runtime.pinned_memory import require_host_memory
 from hostward.schedule.optimizer import landing_buffer_bytes
 
@@ -170,12 +180,9 @@ def allocate_states(
         counts = take(stepping, [len(buckets[i].ranges) for i in chosen], torch.int64, "step counts")
         for k, i in enumerate(chosen):
             states[i] = BucketState(buckets[i], placement, moments["exp_avg"][i], moments["exp_avg_sq"][i], counts[k])
-        for kind, low_dtype, owner in (
-            (MasterKind.SPLIT, torch.int16, "remainder"),
-            (MasterKind.PLAIN, torch.float32, "master"),
-        ):
+        for kind, owner in ((MasterKind.SPLIT, "remainder"), (MasterKind.PLAIN, "master")):
             with_low = [s for i in chosen if (s := states[i]) is not None and s.bucket.kind is kind]
-            lows = take(tier, [s.bucket.offsets[-1] for s in with_low], low_dtype, owner, pinned)
+            lows = take(tier, [s.bucket.offsets[-1] for s in with_low], LOW_DTYPES[kind], owner, pinned)
             for state, low in zip(with_low, lows, strict=True):
                 state.low = low
     done = [s for s in states if s is not None]

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from hostward.core.host_limits import Rates
-from hostward.core.inventory import FP32_STATE, Bucket, StateFormat, bucket_as_asked, cut_buckets
+from hostward.core.inventory import FP32_STATE, Bucket, Dtype, StateFormat, bucket_as_asked, cut_buckets
 from hostward.core.placement import Plan, checked_fraction, place_fraction, placed, stepped_early, streamed_share_of
 from hostward.core.units import size, size_bytes, size_option
 from hostward.errors import ConfigError, MemoryLimitError, PageLockError, RankError
@@ -95,19 +95,28 @@ class PlacementPolicy:
         return planned
 
     def streamed_share(
-        self, backend: Backend, buckets: Sequence[Bucket], offload_fraction: float, ranks: Ranks | None = None
+        self,
+        backend: Backend,
+        buckets: Sequence[Bucket],
+        offload_fraction: float,
+        ranks: Ranks | None = None,
+        form: StateFormat = FP32_STATE,
     ) -> float:
         """Return the share of offloaded state to stream, the same on all of `ranks`.
 
-        On a device without PCIe or NVLink to the host there is nothing to overlap, and all state takes the CPU
-        optimizer step. Raises MemoryLimitError where there is no memory to measure.
+        `form` is the one that is asked for, and measured by a rank that has no buckets. On a device without PCIe or
+        NVLink to the host there is nothing to overlap, and all state takes the CPU optimizer step. Raises
+        MemoryLimitError where there is no memory to measure.
         """
         if isinstance(self._asked, float):
             return self._asked
         if backend.device.type != "cuda" or not offload_fraction:
             return 0.0
         if self.rates is None:
-            self.rates = _measured(backend, ranks)
+            dtype = Dtype.BF16
+            if buckets:
+                dtype, form = bucket_as_asked(buckets).dtype, bucket_as_asked(buckets).form
+            self.rates = _measured(backend, ranks, dtype, form)
         if callable(self._asked):
             if self._told is None:  # the same on all ranks, whatever the function returned on each
                 asked, rates = self._asked, self.rates
@@ -150,14 +159,14 @@ class PlacementPolicy:
             least = partial(_least_fraction, buckets, grad_dtype, self._budget_bytes)
             self.offload_fraction = _most(least, backend, ranks)
             self._budget_bytes = None  # groups that are added later use the same share
-        share = self.streamed_share(backend, buckets, self.offload_fraction, ranks)
+        share = self.streamed_share(backend, buckets, self.offload_fraction, ranks, form)
         plan = place_fraction(buckets, self.offload_fraction, share)
         return buckets, plan, stepped_early(buckets, [b.placement for b in plan.buckets], step_early)
 
 
-def _measured(backend: Backend, ranks: Ranks | None) -> Rates:
+def _measured(backend: Backend, ranks: Ranks | None, dtype: Dtype, form: StateFormat) -> Rates:
     try:
-        return measure_rates(backend, ranks)
+        return measure_rates(backend, ranks, dtype=dtype, form=form)
     except PageLockError as error:
         raise PageLockError(
             error.what,

@@ -94,7 +94,7 @@ def balanced_share(speeds: Speeds, workload: Workload, ahead: float | None = Non
         return speed[Queue.H2D] * speeds.h2d_bytes_per_s + speed[Queue.D2H] * speeds.d2h_bytes_per_s
 
     alone, busy = speeds.slowdown[3], speeds.slowdown[7]
-    host = speeds.host_parameters_per_s
+    host = speeds.host_parameters_per_s * step_speed(bucket)
     rates = Rates(host, duplex(alone), busy[Queue.HOST] * host, duplex(busy), speeds.d2h_bytes_per_s)
     guessed = 0.0
     if backward_s:
@@ -102,15 +102,15 @@ def balanced_share(speeds: Speeds, workload: Workload, ahead: float | None = Non
     return streamed_share_of(bucket, rates, ahead, (workload.step_early, guessed))
 
 
-def measured(speeds: Speeds, rates: Rates) -> Speeds:
+def measured(speeds: Speeds, rates: Rates, bucket: Bucket | None) -> Speeds:
     """Replace the CPU and PCIe rates of `speeds` by those measured on the machine, by all of its ranks at once.
 
-    The direction to the device counts as fast as the other.
+    The direction to the device counts as fast as the other. `bucket`: one with the state that was stepped.
     """
-    link, host = rates.d2h_bytes_per_s, rates.host_parameters_per_s
-    slowdown = _slowdown(
-        link, link, rates.duplex_bytes_per_s, rates.busy_duplex_bytes_per_s, host, rates.busy_host_parameters_per_s
-    )
+    link, host, busy_host = rates.d2h_bytes_per_s, rates.host_parameters_per_s, rates.busy_host_parameters_per_s
+    slowdown = _slowdown(link, link, rates.duplex_bytes_per_s, rates.busy_duplex_bytes_per_s, host, busy_host)
+    if bucket is not None:
+        host /= step_speed(bucket)
     return replace(
         speeds,
         h2d_bytes_per_s=link,

@@ -23,6 +23,7 @@ from hostward.runtime.operands import (
     ALL_ZERO as ALL_ZERO,
     CHUNK_ELEMENTS as CHUNK_ELEMENTS,
     DTYPES as DTYPES,
+    LOW_DTYPES as LOW_DTYPES,
     STATE_DTYPES as STATE_DTYPES,
     TORCH_DTYPES as TORCH_DTYPES,
     AdamWOperands as AdamWOperands,

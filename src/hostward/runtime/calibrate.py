@@ -11,10 +11,23 @@ import numpy as np
 import torch
 
 from hostward.core.host_limits import Rates
-from hostward.core.inventory import MasterKind
+from hostward.core.inventory import FP32_STATE, Dtype, MasterKind, StateFormat, stored_elements
 from hostward.kernels.cpu.adamw import bias_tables
 from hostward.kernels.cpu.library import check, load
-from hostward.runtime.backend import AdamWOperands, Backend, BoundRange, Buffer, Constants, Hyper, Scalars, Tier, Work
+from hostward.runtime.backend import (
+    LOW_DTYPES,
+    STATE_DTYPES,
+    TORCH_DTYPES,
+    AdamWOperands,
+    Backend,
+    BoundRange,
+    Buffer,
+    Constants,
+    Hyper,
+    Scalars,
+    Tier,
+    Work,
+)
 from hostward.runtime.global_norm import Ranks
 from hostward.runtime.pinned_memory import host_slab
 from hostward.schedule.ops import Lane
@@ -27,13 +40,17 @@ _LONGER = 5
 """Competing works are issued for this many times the duration of the timed works, so that they outlast them."""
 
 
-def measure_rates(backend: Backend, ranks: Ranks | None = None) -> Rates:
+def measure_rates(
+    backend: Backend, ranks: Ranks | None = None, *, dtype: Dtype = Dtype.BF16, form: StateFormat = FP32_STATE
+) -> Rates:
     """Measure the rates of copies and of the CPU step on idle lanes of a CUDA backend; frees all that it allocates.
 
-    With `ranks`, all ranks measure concurrently, and each returns the mean over all, so that all decide alike.
+    With `ranks`, all ranks measure concurrently, and each returns the mean over all, so that all decide alike. The step
+    is that of weights of `dtype` with state in `form`: fewer bytes are not faster by as much, since rounding at random
+    takes the processors time.
 
     Raises:
-        MemoryLimitError: less than 2.4 GB of host or 1.1 GB of device memory is left, or 1 GiB cannot be pinned.
+        MemoryLimitError: less than 2 GB of host or 1.1 GB of device memory is left, or 1 GiB cannot be pinned.
     """
     taken: list[Buffer] = []
 
@@ -55,7 +72,7 @@ def measure_rates(backend: Backend, ranks: Ranks | None = None) -> Rates:
         # Allocations that may fail come first.
         here = [take(Tier.HOST, _COPIED_BYTES, torch.uint8, pinned=True) for _ in range(2)]
         there = [take(Tier.DEVICE, _COPIED_BYTES, torch.uint8) for _ in range(2)]
-        step = _host_step(backend, take, _ELEMENTS)
+        step = _host_step(backend, take, _ELEMENTS, dtype, form)
         pairs = ((Lane.H2D, (there[0], here[0])), (Lane.D2H, (here[1], there[1])))
         copies = [backend.copy(lane, [pair], name="rate") for lane, pair in pairs]
         backend.synchronise()  # no events order the lanes here
@@ -93,24 +110,36 @@ def measure_host_step(backend: Backend, elements: int = _ELEMENTS) -> float:
         return taken[-1]
 
     try:
-        step = _host_step(backend, take, elements)
+        step = _host_step(backend, take, elements, Dtype.BF16, FP32_STATE)
         step.issue()
         return _ROUNDS * elements / _seconds(backend, [step] * _ROUNDS, [step])
     finally:
         backend.free(taken)
 
 
-def _host_step(backend: Backend, take: Callable[[Tier, int, torch.dtype], Buffer], elements: int) -> Work:
-    exp_avg, exp_avg_sq = (take(Tier.HOST, elements, torch.float32) for _ in range(2))
-    low = take(Tier.HOST, elements, torch.int16)
-    gradient, weight = (take(Tier.HOST, elements, torch.bfloat16) for _ in range(2))
+def _host_step(
+    backend: Backend, take: Callable[[Tier, int, torch.dtype], Buffer], elements: int, dtype: Dtype, form: StateFormat
+) -> Work:
+    kind = form.master_kind(dtype)
+    exp_avg, exp_avg_sq = (
+        take(Tier.HOST, stored_elements(moment, elements), STATE_DTYPES[moment]) for moment in form.moments.values()
+    )
+    low = None if kind is MasterKind.WEIGHT else take(Tier.HOST, elements, LOW_DTYPES[kind])
+    gradient, weight = (take(Tier.HOST, elements, TORCH_DTYPES[dtype]) for _ in range(2))
+    _fill(gradient.data)
     count, skip = take(Tier.HOST, 1, torch.int64), take(Tier.HOST, 1, torch.int32)
     scale, norm = (take(Tier.HOST, 1, torch.float32) for _ in range(2))
+    scale.data.fill_(1.0)
     constants = Constants(Hyper(0.0, 0.0, 0.9, 0.999, 1e-8), bias_tables(0.9, 0.999, 64))
-    operands = AdamWOperands(
-        [BoundRange(0, gradient, weight, count)], MasterKind.SPLIT, exp_avg, exp_avg_sq, low, constants
-    )
+    operands = AdamWOperands([BoundRange(0, gradient, weight, count)], kind, exp_avg, exp_avg_sq, low, constants)
     return backend.adamw(Lane.HOST, "rate", operands, Scalars(scale, skip, norm))
+
+
+def _fill(gradient: torch.Tensor) -> None:
+    """Fill with numbers that are distributed as gradients are: FP8 rounds a block of zeros in another way."""
+    numbers = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)).to(gradient.dtype)
+    for part in torch.split(gradient, numbers.numel()):
+        part.copy_(numbers[: part.numel()])
 
 
 def _seconds(backend: Backend, works: Sequence[Work], last: Sequence[Work]) -> float:

@@ -18,6 +18,8 @@ from hostward.kernels.cpu.adamw import FloatTable, Role
 TORCH_DTYPES = {Dtype.FP32: torch.float32, Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16}
 STATE_DTYPES = {**TORCH_DTYPES, Dtype.FP8: torch.uint8}
 """Buffers of moments have these dtypes; those of FP8 end in the scales of blocks."""
+LOW_DTYPES = {MasterKind.SPLIT: torch.int16, MasterKind.PLAIN: torch.float32}
+"""What is stored of a main weight besides the weight: its low 16 bits, or all of it."""
 DTYPES = {value: key for key, value in TORCH_DTYPES.items()}
 
 

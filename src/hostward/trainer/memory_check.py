@@ -285,12 +285,14 @@ def require_fit(
         return estimated(choice, needs, speeds)
     fraction = asked.offload_fraction
 
+    bucket = workload.inventory.as_asked
+
     def mix_of(rates: Rates) -> float:
-        return best_share(Costs(workload, measured(speeds, rates)), choice, fraction, budgets)
+        return best_share(Costs(workload, measured(speeds, rates, bucket)), choice, fraction, budgets)
 
     def again(rates: Rates, placements: Sequence[Placement]) -> MemoryEstimate:
         mixed = replace(choice, placements=tuple(placements))
-        return estimated(mixed, required(workload, mixed), measured(speeds, rates))
+        return estimated(mixed, required(workload, mixed), measured(speeds, rates, bucket))
 
     # Its alternatives are looked for once its mix is known, by the same rates.
     first = estimate(workload, choice, needs, plan, speeds) if known else None
