@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from activations import row_of
+from capacity import FORMATS
 from hostward import recipes
 from hostward.config.overrides import apply_overrides
 from hostward.config.rules.table import resharded, widened
@@ -187,7 +188,8 @@ def of_scaling(file: str, result: dict[str, Any], row: dict[str, Any]) -> Row:
 
 def scaled_name(result: dict[str, Any], row: dict[str, Any]) -> str:
     """Of a row of scaling.py."""
-    return f"{row['fraction']:g}:{row['mix']} of {scaled_layers(result)} layers on {result['ranks']}"
+    state = f"+{row['state']}" if row.get("state", "fp32") != "fp32" else ""
+    return f"{row['fraction']:g}:{row['mix']}{state} of {scaled_layers(result)} layers on {result['ranks']}"
 
 
 def scaled_layers(result: dict[str, Any]) -> int:
@@ -216,7 +218,8 @@ def part(recipe: str, options: tuple[str, ...], length: int, ranks: int) -> tupl
 
 def scaled(result: dict[str, Any], row: dict[str, Any]) -> tuple[Workload, Choice]:
     """What the first rank of a row of scaling.py ran."""
-    config, work = part(result["recipe"], tuple(result["options"]), row["length"], result["ranks"])
+    options = (*result["options"], *FORMATS[row.get("state", "fp32")])
+    config, work = part(result["recipe"], options, row["length"], result["ranks"])
     buckets = work.inventory.buckets
     placements: Sequence[Placement] = (Placement.DEVICE,) * len(buckets)
     if row["fraction"]:
