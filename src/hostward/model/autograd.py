@@ -55,18 +55,24 @@ def _alone() -> int:
     return torch.nn.Parameter(torch.empty(0, device="cpu"))._use_count()  # type: ignore[attr-defined, no-any-return]
 
 
-def at_end_of_backward(function: Callable[[], None]) -> None:
-    """Call a function once when the backward that runs now is over, also if an error ends it."""
+def at_end_of_backward(function: Callable[[bool], None]) -> weakref.finalize[[bool], _Ending]:
+    """Call `function(failed)` once when the backward that runs now is over: with True if an error has ended it.
+
+    The result is `alive` until then.
+    """
     ending = _Ending()
-    ending.end = weakref.finalize(ending, function)
+    ending.end = weakref.finalize(ending, function, True)
     ending.end.atexit = False
     torch.autograd.Variable._execution_engine.queue_callback(ending)
+    return ending.end
 
 
 class _Ending:
     """Be called at the end of a backward; the engine drops it with the backward, also if that raises."""
 
-    end: weakref.finalize[[], _Ending]
+    end: weakref.finalize[[bool], _Ending]
 
     def __call__(self) -> None:
-        self.end()
+        found = self.end.detach()
+        if found is not None:
+            found[1](False)

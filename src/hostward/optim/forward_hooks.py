@@ -229,7 +229,7 @@ class WeightFence:
             if task not in (-1, self._task):
                 # Entered with a recomputed layer are others, whose gradients backward has perhaps made before.
                 self._task, this = task, weakref.ref(self)
-                at_end_of_backward(lambda: _raise_all(this))
+                at_end_of_backward(lambda failed: _raise_all(this))
 
     def leave(self, name: str) -> None:
         """Raise the fence of a parameter's layer after backward has made its gradient.

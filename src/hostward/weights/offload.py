@@ -12,14 +12,14 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from hostward.config.arguments import named_fields, require_fewer, require_whole
 from hostward.errors import ConfigError, HostwardError, OrderingError
-from hostward.model.autograd import raise_modified, tensors_of
+from hostward.model.autograd import at_end_of_backward, raise_modified, tensors_of
 from hostward.model.fence import Fence, down, plain_type, unfenced, up, without_functions
 from hostward.model.forward_code import layers_that_take_data
 from hostward.model.layer_hooks import Mark, PostForwardHook, PreBackwardHook, PreForwardHook, Unmark
@@ -162,7 +162,7 @@ class OffloadedWeights:
         """Modules within layers that run outside of their layer's call, innermost last."""
         self._task = -1
         """Graph task of the backward that calls `end` when it ends."""
-        self._ending: weakref.ref[_Ending] | None = None
+        self._backward: weakref.finalize[[bool], Any] | None = None
         """Alive while that backward is."""
         self._backward_in = 0
         """Thread in which it called `pre_backward`: on a GPU that of the device, otherwise its caller's."""
@@ -311,20 +311,20 @@ class OffloadedWeights:
             return
         self._require_no_other_backward()
         self._task, self._backward_in = task, threading.get_ident()
-        ending = _Ending(self)
-        self._ending = weakref.ref(ending, self._broken_off)
-        torch.autograd.Variable._execution_engine.queue_callback(ending)
+        self._backward = at_end_of_backward(lambda failed: self._backward_over(task, failed))
 
-    def _broken_off(self, ending: weakref.ref[_Ending]) -> None:
-        """Raise the fence after a backward that an error has ended, so that `end` was not called."""
-        if self._ending is ending:
-            self._task, self._ending = -1, None
+    def _backward_over(self, task: int, failed: bool) -> None:
+        """Raise the fence after a backward. One that is nested in it may have ended the same way before."""
+        if not failed:
+            self.end()
+        elif task == self._task:
+            self._task, self._backward = -1, None
             self._raise(self._down - {*self._stack})
 
     @unfenced
     def end(self) -> None:
         """Free weights after a backward; it may be nested in another one, so prefetched weights stay."""
-        self._task, self._ending = -1, None
+        self._task, self._backward = -1, None
         self._raise(self._down - {*self._stack})
         expected = self.residency.expected
         self.residency.sweep(self._stack if expected is None else (*self._stack, expected))
@@ -340,7 +340,7 @@ class OffloadedWeights:
 
     def _require_no_other_backward(self) -> None:
         """Raise OrderingError if a backward in another thread runs now; one within another has its thread."""
-        running = self._ending is not None and self._ending() is not None
+        running = self._backward is not None and self._backward.alive
         if running and threading.get_ident() != self._backward_in:
             raise OrderingError(
                 f"backward in thread {threading.current_thread().name} during another backward of the same model",
@@ -350,7 +350,7 @@ class OffloadedWeights:
 
     def _backward_elsewhere(self) -> bool:
         """Return whether a backward of the model runs for another thread than this one."""
-        return self._ending is not None and self._ending() is not None and threading.get_ident() != self._trainer
+        return self._backward is not None and self._backward.alive and threading.get_ident() != self._trainer
 
     def _beside(self, number: int, steps: int) -> int:
         """Return the layer so many steps further in the same run; -1: there is none."""
@@ -553,16 +553,6 @@ class OffloadedWeights:
         self.residency.layers = [None] * self.count
         self._backend.free(self._chosen.buffers)
         self._of_storage.clear()
-
-
-class _Ending:
-    """End a backward; the engine drops it with the backward, also if that raises."""
-
-    def __init__(self, offloaded: OffloadedWeights) -> None:
-        self._offloaded = offloaded
-
-    def __call__(self) -> None:
-        self._offloaded.end()
 
 
 def weights_of(given: object, n_layers: int) -> Weights:
