@@ -1,4 +1,5 @@
-"""Parameters per second of the host AdamW step, beside a read-modify-write roof and torch's CPU AdamW.
+"""Parameters per second of the host AdamW step with each format of the state, beside a read-modify-write roof and
+torch's CPU AdamW.
 
     python benchmarks/host_adamw.py --threads 1,2,4 --json benchmarks/results/2026-01-31-host-adamw.json
 
@@ -21,10 +22,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from hostward.core.inventory import Dtype, MasterKind, state_bytes_per_element, stored_elements
+from hostward.core.placement import host_step_bytes
 from hostward.kernels.cpu.adamw import AdamWRange, AdamWTask, adamw_step, bias_tables, hyper_array
 from hostward.kernels.cpu.library import Isa, load
 from hostward.kernels.cpu.norm import norm_partials
+from hostward.optim.param_groups import checked_form
+from hostward.runtime.backend import STATE_DTYPES
 from hostward.runtime.pinned_memory import host_slab
+from training_row import STATES
 
 from machine import describe
 
@@ -71,6 +77,7 @@ def hostward_contenders(elements: int, threads: int, isas: list[Isa]) -> list[Co
             isa=isa,
         )
         contenders.append(Contender("hostward", isa.name.lower(), lambda task=task: adamw_step(task), 26))
+    contenders += [of_format(name, elements, threads, isas[-1], grad) for name in STATES]
     grad32 = fill(huge_tensor(elements, torch.float32, threads), 0.01, 1)
     for name, values in (("norm_bf16", grad), ("norm_fp32", grad32)):
         contenders.append(
@@ -91,6 +98,28 @@ def hostward_contenders(elements: int, threads: int, isas: list[Isa]) -> list[Co
 
         contenders.append(Contender(f"roof, prefetch {prefetch}", isas[-1].name.lower(), roof, 26))
     return contenders
+
+
+def of_format(name: str, elements: int, threads: int, isa: Isa, grad: torch.Tensor) -> Contender:
+    """The step of a bf16 weight with a format of the state."""
+    form = checked_form(dict(STATES[name]), use_torch_optimizer=False)
+    kind = form.master_kind(Dtype.BF16)
+    exp_avg, exp_avg_sq = (
+        huge_tensor(stored_elements(dtype, elements), STATE_DTYPES[dtype], threads) for dtype in form.moments.values()
+    )
+    weight = fill(huge_tensor(elements, torch.bfloat16, threads), 0.02, 0)
+    task = AdamWTask(
+        [AdamWRange(0, elements, grad, weight, np.zeros(1, dtype=np.int64))],
+        exp_avg=exp_avg,
+        exp_avg_sq=exp_avg_sq,
+        remainder=huge_tensor(elements, torch.int16, threads) if kind is MasterKind.SPLIT else None,
+        hyper=hyper_array(LR, WEIGHT_DECAY, *BETAS, EPS),
+        tables=bias_tables(*BETAS, 1 << 16),
+        threads=threads,
+        isa=isa,
+    )
+    nbytes = host_step_bytes(state_bytes=state_bytes_per_element(kind, form), weight_bytes=2)
+    return Contender(f"hostward {name}", isa.name.lower(), lambda: adamw_step(task), nbytes)
 
 
 def torch_contenders(elements: int, threads: int) -> list[Contender]:
@@ -156,7 +185,7 @@ def run(elements: int, threads: int, isas: list[Isa], rounds: int) -> list[dict[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", default="1", help="thread counts, separated by commas")
-    parser.add_argument("--elements", type=int, default=64 << 20, help="parameters; 64 bytes of memory each")
+    parser.add_argument("--elements", type=int, default=64 << 20, help="parameters; 100 bytes of memory each")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path, help="file for the results")
     arguments = parser.parse_args()
