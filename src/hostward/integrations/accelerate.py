@@ -74,7 +74,8 @@ def offload(
 
     Raises:
         ConfigError: DeepSpeed, FSDP1 or another strategy that is not supported; another optimizer than AdamW; a
-            scheduler was made over the optimizer before. UnknownNameError: an option that does not exist.
+            scheduler was made over the optimizer before; an earlier optimizer waits for `prepare` of this accelerator.
+            One that was prepared is replaced. UnknownNameError: an option that does not exist.
     """
     require_supported(accelerator)
     require_options("offload()", options)
@@ -82,9 +83,17 @@ def offload(
         options["offload_fraction"] = 1.0
     _require_plain_adamw(optimizer)
     hooks = _Hooks.on(accelerator)
-    if hooks.optimizer is not None:
-        hooks.optimizer.close()
-    hooks.optimizer = made = OffloadedOptimizer(accelerator, optimizer, model, options)
+    earlier = hooks.optimizer
+    if earlier is not None and not earlier.prepared:
+        raise ConfigError(
+            "a second offload() for an accelerator, before prepare() of what the first has returned",
+            why="backward and clip_grad_norm_ of an accelerator follow one optimizer: the first could not step",
+            fix="one Accelerator for each optimizer; if the first is not to train, del what offload() returned",
+        )
+    made = OffloadedOptimizer(accelerator, optimizer, model, options)
+    if earlier is not None:
+        earlier.close()
+    hooks.optimizer = made
     return made
 
 
@@ -202,6 +211,8 @@ class OffloadedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self._options = {name: value for name, value in options.items() if name not in _OF_LAYERS}
         self._options["plan"] = planned(self._options.get("plan"))
         self._limit = _NO_LIMIT
+        self.prepared = False
+        """True once `accelerator.prepare` has had it."""
         self.attachment: Attachment | None = None
 
     # -------------------- From prepare to the end
@@ -214,6 +225,7 @@ class OffloadedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         Raises:
             ConfigError, ModelError, MemoryLimitError: as `hostward.AdamW` and `hostward.attach`.
         """
+        self.prepared = True
         if self.optimizer is self._stand_in:
             groups = [_settings(group) for group in self._stand_in.param_groups]
             defaults = {name: self._stand_in.defaults[name] for name in _DEFAULTS}  # for groups that are added later
