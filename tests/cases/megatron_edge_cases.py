@@ -313,6 +313,11 @@ def refusals() -> dict[str, str]:
             adapter.require_supported(run.config, [OtherDataParallel()])
         return str(raised.value)
 
+    def refusal_of_a_bare_model() -> str:
+        with pytest.raises(adapter.ConfigError) as raised:
+            get_megatron_optimizer(run.config, [chunk.module for chunk in run.chunks])
+        return str(raised.value)
+
     def refusal_of_gradients() -> str:
         def in_fp32(chunks: list[Any]) -> None:
             weight = next(chunks[0].parameters())
@@ -332,6 +337,7 @@ def refusals() -> dict[str, str]:
         "optimizer_cuda_graph": refusal(optimizer_cuda_graph=True),
         "Megatron-FSDP": refusal(of=ddp, use_megatron_fsdp=True),
         "OtherDataParallel": refusal_of_another_wrapper(),
+        "GPTModel, a model chunk that is not wrapped": refusal_of_a_bare_model(),
         "qk_clip": refusal(of=own, qk_clip=True),
         "gradients in 2 dtypes": refusal_of_gradients(),
         "optimizer='muon'": refusal(optimizer="muon"),

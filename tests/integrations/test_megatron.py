@@ -3,7 +3,8 @@
 Seen red: every wait and fence left out (each has its case here); experts, or replicas of tensor parallelism, counted
 twice in the norm; gradients that sequence parallelism adds up after their reduction, taken before, and those that are
 accumulated beside their buffer; buffers that are cleared twice; gradients scaled on some ranks before the norm;
-gradients that nobody scales, where an optimizer that was made before `stop_using` still waits for them.
+gradients that nobody scales, where an optimizer that was made before `stop_using` still waits for them; a bare model,
+of which Megatron's AttributeError was all that one saw.
 """
 
 from __future__ import annotations

@@ -458,15 +458,25 @@ def test_a_replaced_weight_is_refused() -> None:
     assert run is not None
 
 
-def test_a_weight_replaced_by_loading_is_refused() -> None:
-    """Seen red: the replaced one was used, and the old one saved."""
+def test_a_load_that_would_replace_weights_is_refused_before_it_replaces_any() -> None:
+    """Seen red: raised when weights and embedding had been replaced; the same state refused without assign as well."""
     model = frozen()
+    before = dict(model.named_parameters())
     run = hostward.attach(model, weights=ALL, backend=SimulatedBackend(threads=1))
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(ModelError, match="of an offloaded layer was replaced"):
-        model.load_state_dict(state, assign=True)
-    with pytest.raises(ModelError, match="of an offloaded layer was replaced"):
-        model.state_dict()
+    for module in (model, model.model, layer(model, 0), layer(model, 0).mlp):
+        state = module.state_dict()
+        with pytest.raises(ModelError, match=r"assign=True\) of a model with offloaded weights(.|\n)*leave assign out"):
+            module.load_state_dict({name: value + 1 for name, value in state.items()}, assign=True)
+        assert all(p is before[name] for name, p in model.named_parameters())
+        assert same([*model.state_dict().values()], [*frozen().state_dict().values()])
+        with pytest.raises(ModelError, match="assign=True"):
+            module.load_state_dict(state, assign=True)
+        module.load_state_dict(state)
+    model.lm_head.load_state_dict(model.lm_head.state_dict(), assign=True)  # stays on the device
+    module.up_proj.weight = torch.nn.Parameter(torch.ones(96, 64, dtype=torch.bfloat16))
+    for use in (model.state_dict, lambda: module.load_state_dict(state)):
+        with pytest.raises(ModelError, match="of an offloaded layer was replaced"):
+            use()
     run.detach()
 
 

@@ -15,6 +15,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -73,7 +74,8 @@ def offload(
 
     Raises:
         ConfigError: DeepSpeed, FSDP1 or another strategy that is not supported; another optimizer than AdamW; a
-            scheduler was made over the optimizer before. UnknownNameError: an option that does not exist.
+            scheduler was made over the optimizer before; an earlier optimizer waits for `prepare` of this accelerator.
+            One that was prepared is replaced. UnknownNameError: an option that does not exist.
     """
     require_supported(accelerator)
     require_options("offload()", options)
@@ -81,9 +83,17 @@ def offload(
         options["offload_fraction"] = 1.0
     _require_plain_adamw(optimizer)
     hooks = _Hooks.on(accelerator)
-    if hooks.optimizer is not None:
-        hooks.optimizer.close()
-    hooks.optimizer = made = OffloadedOptimizer(accelerator, optimizer, model, options)
+    earlier = hooks.optimizer
+    if earlier is not None and not earlier.prepared:
+        raise ConfigError(
+            "a second offload() for an accelerator, before prepare() of what the first has returned",
+            why="backward and clip_grad_norm_ of an accelerator follow one optimizer: the first could not step",
+            fix="one Accelerator for each optimizer; if the first is not to train, del what offload() returned",
+        )
+    made = OffloadedOptimizer(accelerator, optimizer, model, options)
+    if earlier is not None:
+        earlier.close()
+    hooks.optimizer = made
     return made
 
 
@@ -164,6 +174,21 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _EXECUTION}
 
 
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """Holds what `limit` was asked for the gradients that exist now; the limit itself is the optimizer's.
+
+    norms: what it has returned, each with the limit that held before it; 0: none. clipped: gradients in `.grad` that
+    the next step clips: name and parameter, gradient, and its version counter.
+    """
+
+    norms: tuple[tuple[StepNorm, float], ...] = ()
+    clipped: tuple[tuple[str, torch.Tensor, torch.Tensor | None, int], ...] = ()
+
+
+_NO_LIMIT = _Limit()
+
+
 class OffloadedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """Stands between a loop of accelerate and `hostward.AdamW`; `offload` makes it.
 
@@ -185,12 +210,9 @@ class OffloadedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self._of_layers = {name: value for name, value in options.items() if name in _OF_LAYERS and value is not None}
         self._options = {name: value for name, value in options.items() if name not in _OF_LAYERS}
         self._options["plan"] = planned(self._options.get("plan"))
-        self._norms: list[tuple[StepNorm, float]] = []
-        """What `limit` has returned since the last step, each with the limit that held before it; 0: none."""
-        self._limited = False
-        """True while the gradients are those for which a limit was set."""
-        self._clipped: list[tuple[str, torch.Tensor, torch.Tensor | None, int]] = []
-        """Gradients in `.grad` that the next step clips: name and parameter, gradient, and its version counter."""
+        self._limit = _NO_LIMIT
+        self.prepared = False
+        """True once `accelerator.prepare` has had it."""
         self.attachment: Attachment | None = None
 
     # -------------------- From prepare to the end
@@ -203,6 +225,7 @@ class OffloadedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         Raises:
             ConfigError, ModelError, MemoryLimitError: as `hostward.AdamW` and `hostward.attach`.
         """
+        self.prepared = True
         if self.optimizer is self._stand_in:
             groups = [_settings(group) for group in self._stand_in.param_groups]
             defaults = {name: self._stand_in.defaults[name] for name in _DEFAULTS}  # for groups that are added later
@@ -238,8 +261,7 @@ class OffloadedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         """Let the optimizer and its memory go; it cannot step any more."""
         self.end()
         self.optimizer = self._stand_in
-        self._norms.clear()
-        self._clipped.clear()
+        self._limit = _NO_LIMIT
         self._optimizer_original_step_method = self._optimizer_patched_step_method = None  # methods of the optimizer
 
     def made(self) -> AdamW:
@@ -264,19 +286,18 @@ class OffloadedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         if math.isnan(max_norm) or max_norm <= 0:
             raise ConfigError(f"clip_grad_norm_ with max_norm={max_norm}", fix="a number above 0; inf does not clip")
         self._require_own(optimizer, _listed(parameters))
-        before = optimizer.max_grad_norm or 0.0 if self._limited else 0.0
-        if before:  # as gradients that have been clipped already, which a larger limit leaves as they are
-            self._require_unchanged()
+        self._require_unchanged()
+        # As gradients that have been clipped already, which a larger limit leaves as they are.
+        before = optimizer.max_grad_norm or 0.0 if self._limit.norms else 0.0
         asked = 0.0 if math.isinf(max_norm) else float(max_norm)
         optimizer.max_grad_norm = min((each for each in (before, asked) if each), default=0.0)
-        self._limited = True
-        self._clipped.clear()
-        if optimizer.max_grad_norm:
-            for name, p in zip(_names(optimizer), _parameters(optimizer), strict=True):
-                if not isinstance(p.grad, OffloadedGrad):  # which raises if it is changed
-                    self._clipped.append((name, p, p.grad, _version(p.grad)))
+        clipped = zip(_names(optimizer), _parameters(optimizer), strict=True) if optimizer.max_grad_norm else ()
         norm = StepNorm(optimizer.backend.device)
-        self._norms.append((norm, before))
+        self._limit = _Limit(
+            (*self._limit.norms, (norm, before)),
+            # An OffloadedGrad raises if it is changed.
+            tuple((name, p, p.grad, _version(p.grad)) for name, p in clipped if not isinstance(p.grad, OffloadedGrad)),
+        )
         return norm
 
     def add_gradients(self) -> None:
@@ -285,14 +306,17 @@ class OffloadedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         Raises:
             ModelError: it adds to gradients that were to be clipped already.
         """
-        limited, self._limited = self._limited and self.made().max_grad_norm, False
-        if limited and any(p.grad is not None for p in _parameters(self.made())):
+        optimizer = self.made()
+        if not (self._limit.norms and optimizer.max_grad_norm):
+            return
+        if any(p.grad is not None for p in _parameters(optimizer)):
             raise ModelError(
                 "a backward after clip_grad_norm_ and before step()",
                 why="the step clips, and would clip the sum of all gradients alone, not what there was before",
                 fix="clip once, after the last backward of a step; sums that are not complete are clipped within "
                 "accelerator.accumulate(model)",
             )
+        self._forget_limit(optimizer)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear gradients as accelerate's wrapper does, and with them the limit that was set for their step."""
@@ -302,9 +326,7 @@ class OffloadedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     def _forget_limit(self, optimizer: AdamW) -> None:
         optimizer.max_grad_norm = self._options.get("max_grad_norm") or 0.0
-        self._limited = False
-        self._norms.clear()
-        self._clipped.clear()
+        self._limit = _NO_LIMIT
 
     def _require_own(self, optimizer: AdamW, given: list[torch.Tensor]) -> None:
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -338,14 +360,13 @@ class OffloadedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             return
         self._require_unchanged()
         super().step(closure)  # if it raises, the limit holds for the step that is made in its place
-        for norm, before in self._norms:
+        for norm, before in self._limit.norms:
             value = optimizer.step_scalars().norm.clone().squeeze(0)
             norm.value = value * (before / (value + 1e-6)).clamp(max=1.0) if before else value
         self._forget_limit(optimizer)
 
     def _require_unchanged(self) -> None:
-        clipped, self._clipped = self._clipped, []
-        for name, p, grad, version in clipped:
+        for name, p, grad, version in self._limit.clipped:
             if p.grad is not grad or _version(grad) != version:
                 raise ModelError(
                     f"the gradient of parameter {name!r} was changed between clip_grad_norm_ and step()",

@@ -75,6 +75,8 @@ REFUSED = {
     ("megatron.core.models.mimo.optimizer", "get_mimo_optimizer"): "a MimoModel",
 }
 """What makes optimizers that are not one AdamW over all weights, in the versions that have it, and for what."""
+GROUPS = ("megatron.core.process_groups_config", "ProcessGroupCollection.setup_process_groups_for_optimizer")
+"""A static method that gets the model chunks right before Megatron reads what only its wrapper of them has."""
 CALLED = (
     ("megatron.core.distributed.param_and_grad_buffer", "_ParamAndGradBucketGroup.start_param_sync"),
     ("megatron.core.distributed.param_and_grad_buffer", "_ParamAndGradBucketGroup.start_grad_sync"),
@@ -138,8 +140,9 @@ def use(*, clip: str = "hostward", early_gradients: bool = True, **options: Any)
             raise UnknownNameError(f"use() has no option {name!r}", fix=f"one of {', '.join(known)}")
     require_names()
     _SETTINGS.options, _SETTINGS.clip, _SETTINGS.early_gradients = options, clip, early_gradients
-    for where, path in (*REPLACED, *REFUSED):
+    for where, path in (*REPLACED, *REFUSED, GROUPS):
         if (found := _found(where, path)) is not None:
+            found = staticmethod(found) if (where, path) == GROUPS else found
             _SETTINGS.originals.setdefault((where, path), found)
     make, theirs = _SETTINGS.originals[REPLACED[-1]], importlib.import_module(COPIED[0])
 
@@ -168,6 +171,8 @@ def use(*, clip: str = "hostward", early_gradients: bool = True, **options: Any)
     for (where, path), what in REFUSED.items():
         if (where, path) in _SETTINGS.originals:
             _put(where, path, _refusing(_SETTINGS.originals[where, path], what))
+    if GROUPS in _SETTINGS.originals:
+        _put(*GROUPS, staticmethod(_of_wrapped(_SETTINGS.originals[GROUPS])))
 
 
 def stop_using() -> None:
@@ -217,6 +222,17 @@ def _refusing(make: Callable[..., Any], what: str) -> Callable[..., Any]:
     return called
 
 
+def _of_wrapped(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls `make` with model chunks that Megatron's data parallelism wraps."""
+
+    @wraps(make)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        require_wrapped(inspect.signature(make).bind(*args, **kwargs).arguments["model_chunks"][:1], "ddp_config")
+        return make(*args, **kwargs)
+
+    return called
+
+
 def _leaving(make: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls `make`, when hostward's optimizers have left the model chunks that it gets."""
 
@@ -240,6 +256,17 @@ def require_names() -> None:
             )
 
 
+def require_wrapped(chunks: Sequence[Any], attribute: str) -> None:
+    """Raise ConfigError for a model chunk that lacks an attribute of Megatron's DistributedDataParallel."""
+    for chunk in chunks:
+        if not hasattr(chunk, attribute):
+            raise ConfigError(
+                f"{type(chunk).__name__}, a model chunk that is not wrapped in Megatron's DistributedDataParallel",
+                why="the wrapper tells how gradients are reduced, in which buckets, and when",
+                fix="megatron.core.distributed.DistributedDataParallel(config, ddp_config, model), on one GPU too",
+            )
+
+
 def require_supported(config: Any, chunks: Sequence[Any]) -> None:
     """Raise ConfigError for what Megatron's flags ask and the step cannot do."""
     if not config.optimizer_cpu_offload:
@@ -253,10 +280,7 @@ def require_supported(config: Any, chunks: Sequence[Any]) -> None:
         refuse(f"optimizer={config.optimizer!r}", "it is AdamW", 'optimizer="adam", or leave optimizer_cpu_offload out')
     if getattr(ddp, "use_megatron_fsdp", False):
         refuse("Megatron-FSDP", "it moves weights and gradients itself", "PyTorch's fully_shard, or data_parallel")
-    for chunk in chunks:
-        if not hasattr(chunk, "bucket_groups"):
-            kind = type(chunk).__name__
-            refuse(kind, "it does not reduce gradients in buckets", "megatron.core.distributed.DistributedDataParallel")
+    require_wrapped(chunks, "bucket_groups")
     if getattr(chunks[0].config, "qk_clip", False):
         refuse("qk_clip", "it writes main weights in a way that cannot be noticed", "leave qk_clip out")
     for flag in ("fp8_param_gather", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag", "fp8_param", "fp4_param"):

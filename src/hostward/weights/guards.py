@@ -112,7 +112,7 @@ class StateHook(_Guard):
 class LoadHook(_Guard):
     """Reload weights before a module's `load_state_dict`, and update their host copies after it.
 
-    `about`: weights by name.
+    `about`: weights by name. A load that would replace the parameters raises, at the first module that has some below.
     """
 
     def __call__(self, *given: Any) -> None:
@@ -120,9 +120,16 @@ class LoadHook(_Guard):
             return
         if len(given) == 2:  # (module, incompatible keys): after
             for name, weight in (self._about or {}).items():
-                weight.require_in(given[0], name)  # assign=True replaces the parameters
+                weight.require_in(given[0], name)  # before it FSDP2 may have the gathered one there
             self._offloaded.loaded(self._numbers)
-        else:
+        else:  # (module, state dict, prefix, metadata, ...): before
+            # Metadata is the state dict's own, in which torch leaves the mark: without it, the next load would assign.
+            if given[3].pop("assign_to_params_buffers", False):
+                raise ModelError(
+                    "load_state_dict(assign=True) of a model with offloaded weights",
+                    why="it replaces the parameters, of which there are copies on the host",
+                    fix="leave assign out: values are copied into the parameters; or detach() first",
+                )
             for number in self._numbers:
                 self._offloaded.use(number)
 

@@ -227,7 +227,11 @@ class OffloadedWeights:
                     state = StateHook(self, numbers, names)
                     self._handles.append(owner.register_state_dict_pre_hook(state))  # type: ignore[no-untyped-call]
                     self._handles.append(owner.register_state_dict_post_hook(state))  # type: ignore[no-untyped-call]
-                    self._handles.append(owner.register_load_state_dict_pre_hook(LoadHook(self, numbers)))  # type: ignore[no-untyped-call]
+        offloaded = {weight.parameter: weight for _, weight in self._of_storage.values()}
+        for module in model.modules():
+            if not offloaded.keys().isdisjoint(module.parameters()):
+                own = self._numbers(offloaded[p] for p in module._parameters.values() if p in offloaded)
+                self._handles.append(module.register_load_state_dict_pre_hook(LoadHook(self, own)))  # type: ignore[no-untyped-call]
 
     def _numbers(self, weights: Iterable[Weight]) -> tuple[int, ...]:
         return tuple(sorted({self._of_storage[w.storage._cdata][0] for w in weights}))

@@ -93,7 +93,7 @@ class Staging:
         self._plan: Sequence[Chunk] = ()
         self._at = 0
         self._used: list[Chunk] = []
-        self._unsettled: list[torch.Tensor] = []
+        self._unsettled: dict[torch.Tensor, None] = {}
         self._held_bytes = 0
         self.peak_bytes = 0
         """Peak device bytes in this step of state that belongs on the host."""
@@ -236,7 +236,7 @@ class Staging:
             self.wrote |= not settled[p] or versions != [version_of(t) for t in bundle.values()]
             if settled[p]:
                 put_home(self._entries[p], chunk, p)
-        self._unsettled += [p for p in settled if not settled[p]]
+        self._unsettled |= dict.fromkeys(p for p in settled if not settled[p])
         after = backend.mark(f"offload/updated/{chunk.name}", Lane.COMPUTE).issue()
         returning = [p for p in settled if settled[p]]
         if returning:
@@ -295,7 +295,7 @@ class Staging:
     def forget(self, parameter: torch.Tensor, chunk: Chunk) -> None:
         """Stop treating what is here of the parameter as offloaded state; whoever refers to it keeps it."""
         # The next step would forget it again, and with it whatever state has been offloaded since.
-        self._unsettled = [p for p in self._unsettled if p is not parameter]
+        self._unsettled.pop(parameter, None)
         staged = self._staged.get(chunk)
         if staged is not None and parameter in staged.given:
             del staged.given[parameter]
@@ -311,8 +311,8 @@ class Staging:
 
     def take_unsettled(self) -> list[torch.Tensor]:
         """Return, once, the parameters that have other tensors than those that were offloaded."""
-        found, self._unsettled = self._unsettled, []
-        return found
+        found, self._unsettled = self._unsettled, {}
+        return list(found)
 
 
 def device_tensor(home: torch.Tensor, device: torch.device) -> torch.Tensor:
