@@ -102,6 +102,19 @@ def test_what_reads_a_weight_that_waits_is_refused() -> None:
     run.detach()
 
 
+def test_a_load_that_is_refused_writes_nothing() -> None:
+    """Seen red: it raised at the first layer that waits, when the embedding before it had been written."""
+    model, other = moved("Llama"), network("Llama")
+    here = {name: p.detach().clone() for name, p in model.named_parameters() if not is_away(p)}
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(1.0)
+    with pytest.raises(ModelError, match=r"waits on the CPU"):
+        model.load_state_dict(other.state_dict())
+    assert here
+    assert all(torch.equal(model.get_parameter(name), value) for name, value in here.items())
+
+
 def test_the_same_layers_for_both() -> None:
     model = moved("Llama")
     with pytest.raises(ConfigError, match="give the same weights="):

@@ -115,8 +115,10 @@ class _Waiting:
                     self._undo.append(guarded(model, "_apply", refused))
                 self._handles.append(module.register_forward_pre_hook(refused))
                 self._handles.append(module.register_state_dict_pre_hook(refused))
-                self._handles.append(module.register_load_state_dict_pre_hook(refused))
                 self._undo.append(guarded(module, "_apply", refused))
+            below = [name for name, p in module.named_parameters(path) if p in leaving]
+            if below:  # a load that raised at the first of them would have written those before it
+                self._handles.append(module.register_load_state_dict_pre_hook(_Refused(below[0])))
         for parameter in leaving:
             value = parameter.data
             empty = torch.empty(value.shape, dtype=value.dtype, device=device)
