@@ -19,6 +19,7 @@ from cli_runs import ROOT, SMALL
 from run_fixtures import Cli
 
 from hostward.core.units import MIB
+from hostward.errors import MemoryLimitError
 from hostward.plan import plan_file
 from hostward.plan.hardware_profile import PROFILES, profile
 
@@ -203,6 +204,18 @@ def test_options_by_hand_are_judged_before_the_model_is_traced(
     found = cli("plan", *TINY)
     assert found.code == 2
     assert "error: planning needs the package scipy" in found.err
+
+
+def test_a_model_too_large_for_this_machine_to_trace_says_so(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's MemoryError has no text. Seen red: an IndexError over the first line of none."""
+
+    def traced(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("hostward.trainer.workload.recipe_workload", traced)
+    found = cli("plan", *TINY)
+    assert found.code == MemoryLimitError.exit_code
+    assert "error: out of memory\n  why: the process was given no more" in found.err
 
 
 def test_less_than_a_billion_parameters_are_counted_one_by_one(cli: Cli, config_file: Path) -> None:
@@ -469,6 +482,11 @@ def test_a_configuration_may_come_from_a_pipe(cli: Cli) -> None:
         (["--gpus", "99999999999999999999"], ["are more than can be planned\n  fix: at most 65,536"]),
         (["--gpus", "9" * 5000], ["are more than can be planned\n  fix: at most 65,536"]),
         (["model.num_layers=1000000000"], ["model.num_layers must be in [0, 4096], not 1000000000"]),
+        (["model.vocab_size=1000000000000000"], ["model.vocab_size must be in [1, 268435456], not 1000000000000000"]),
+        (
+            ["train.micro_batch_size=99999999", "train.global_batch_size=99999999"],
+            ["tokens is more than can be planned"],
+        ),
         (["--config", "none", "--recipe", "x"], ["--config does not go with --recipe"]),
         (["--config", "none", "optimizer.lr=1"], ["optimizer.lr does not go with --config", "exp_avg_dtype"]),
         (["--seq", "8"], ["--seq goes with --config", "model.seq_length"]),

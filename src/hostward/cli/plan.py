@@ -375,8 +375,7 @@ class Flags:
         sizes = self.sequence, self.batch, self.micro_batch
         form = _state_format(() if self.config is None else self.words)
         traced = cache(partial(_traced, read, sequence=self.sequence, micro_batch=self.micro_batch, form=form))
-        if (tokens := (self.sequence or 4096) * (self.micro_batch or 1)) > MOST:
-            raise ConfigError(f"a microbatch of {tokens:,} tokens is more than can be planned", fix=f"at most {MOST:,}")
+        _require_tokens(self.sequence or 4096, self.micro_batch or 1)
         if self.reshard and self.counts() == [1]:
             raise ConfigError(
                 "--reshard has no effect with one GPU", why="it holds all", fix="leave it out, or --gpus N"
@@ -397,6 +396,7 @@ class Flags:
             else:
                 name = self.recipe or DEFAULT_RECIPE
                 options = configured(name, self.words)
+                _require_tokens(options.model.seq_length, options.train.micro_batch_size)
                 chosen = hand(options.model.num_layers if options.model.hf_model_path is None else None)
                 require_early(options, self.step_early or 0.0)
                 whole, workload, forced, phases = _of_recipe(name, options, count, speeds_of(machine, count))
@@ -547,6 +547,12 @@ def _of_recipe(
     workload = sharded(whole, gpus, reduced_in_fp32=widened(config, gpus), resharded=resharded(config))
     whole = replace(whole, reduced_in_fp32=widened(config, 2))
     return whole, workload, asked_of(config, workload, speeds), phases_of(config)
+
+
+def _require_tokens(sequence: int, sequences: int) -> None:
+    """Raise ConfigError for a microbatch with more tokens than can be counted."""
+    if (tokens := sequence * sequences) > MOST:
+        raise ConfigError(f"a microbatch of {tokens:,} tokens is more than can be planned", fix=f"at most {MOST:,}")
 
 
 def _require_none_of_a_file(given: dict[str, int | None]) -> None:

@@ -97,7 +97,7 @@ RANGES: Mapping[str, Range] = {
     "model.num_query_groups": AT_LEAST_ONE,
     "model.kv_channels": AT_LEAST_ONE,
     "model.seq_length": AT_LEAST_ONE,
-    "model.vocab_size": AT_LEAST_ONE,
+    "model.vocab_size": Range(low=1, high=1 << 28),
     "model.rotary_base": POSITIVE,
     "model.rope_scaling_factor": AT_LEAST_ONE,
     "model.layernorm_epsilon": POSITIVE,
