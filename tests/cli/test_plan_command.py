@@ -19,6 +19,7 @@ from cli_runs import ROOT, SMALL
 from run_fixtures import Cli
 
 from hostward.core.units import MIB
+from hostward.errors import MemoryLimitError
 from hostward.plan import plan_file
 from hostward.plan.hardware_profile import PROFILES, profile
 
@@ -203,6 +204,18 @@ def test_options_by_hand_are_judged_before_the_model_is_traced(
     found = cli("plan", *TINY)
     assert found.code == 2
     assert "error: planning needs the package scipy" in found.err
+
+
+def test_a_model_too_large_for_this_machine_to_trace_says_so(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's MemoryError has no text. Seen red: an IndexError over the first line of none."""
+
+    def traced(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("hostward.trainer.workload.recipe_workload", traced)
+    found = cli("plan", *TINY)
+    assert found.code == MemoryLimitError.exit_code
+    assert "error: out of memory\n  why: the process was given no more" in found.err
 
 
 def test_less_than_a_billion_parameters_are_counted_one_by_one(cli: Cli, config_file: Path) -> None:
@@ -439,12 +452,25 @@ def test_a_picture_of_the_frontier(cli: Cli, tmp_path: Path) -> None:
     assert "--plot" in refused.err
 
 
+def test_a_configuration_may_come_from_a_pipe(cli: Cli) -> None:
+    """As in `--config <(jq ... config.json)`. Seen red: the file read again for what is not planned."""
+    reads, writes = os.pipe()
+    with open(writes, "w", encoding="utf-8") as pipe:
+        json.dump({**LLAMA, "dtype": "float32"}, pipe)
+    words = ["--seq", "16", "--hardware", "h200", "--why-not", "--batch 2"]
+    found = cli("plan", "--config", f"/dev/fd/{reads}", *words)
+    os.close(reads)
+    assert (found.code, found.err) == (0, "")
+    assert found.out.startswith("the file says float32 weights")
+
+
 @pytest.mark.parametrize(
     ("words", "texts"),
     [
         (["--device-memory", "40gib"], ["--device-memory 40gib is no size", "--device-memory 40GiB"]),
         (["--host-memory", "100"], ["a number alone does not say its unit", "--host-memory 100GiB"]),
         (["--pinned-memory", "many"], ["--pinned-memory many is no size"]),
+        (["--host-memory", f"{'9' * 400}GiB"], ["--host-memory 999", "no machine has 1,073,741,824TiB"]),
         (["--hardware", "h2000"], ["neither a file nor a shipped profile", "h200"]),
         (["--hardware", "none.json"], ["none.json cannot be read"]),
         (["--config", "none"], ["none"]),
@@ -454,6 +480,13 @@ def test_a_picture_of_the_frontier(cli: Cli, tmp_path: Path) -> None:
         (["--config", "none", "--reshard"], ["--reshard has no effect with one GPU"]),
         (["--config", "none", "optimizer.exp_avg_dtype=fp9"], ["must be one of fp32, bf16, fp8, not 'fp9'"]),
         (["--gpus", "99999999999999999999"], ["are more than can be planned\n  fix: at most 65,536"]),
+        (["--gpus", "9" * 5000], ["are more than can be planned\n  fix: at most 65,536"]),
+        (["model.num_layers=1000000000"], ["model.num_layers must be in [0, 4096], not 1000000000"]),
+        (["model.vocab_size=1000000000000000"], ["model.vocab_size must be in [1, 268435456], not 1000000000000000"]),
+        (
+            ["train.micro_batch_size=99999999", "train.global_batch_size=99999999"],
+            ["tokens is more than can be planned"],
+        ),
         (["--config", "none", "--recipe", "x"], ["--config does not go with --recipe"]),
         (["--config", "none", "optimizer.lr=1"], ["optimizer.lr does not go with --config", "exp_avg_dtype"]),
         (["--seq", "8"], ["--seq goes with --config", "model.seq_length"]),
@@ -462,6 +495,11 @@ def test_a_picture_of_the_frontier(cli: Cli, tmp_path: Path) -> None:
         (["--place", "layers.*=hosts"], ["'hosts' is not a known word after =", "fix: did you mean host?"]),
         (["--keep", "*"], ["is not of the form PATTERN=WHAT", "recompute"]),
         (["--weights", "2"], ["--weights 2: the model has 2 layers", "at most --weights 1"]),
+        (["--weights", "1", "--place", "*=device"], ["layers.0 are to be on the host", "layers.0=host"]),
+        (
+            ["--weights", "1", "--place", "*=streamed"],
+            ["layers.0 are to be on the host", "on the host, to be streamed"],
+        ),
         (["--gpus", "0"], ["--gpus 0 is not a number of GPUs"]),
         (["--gpus", "1,,4"], ["--gpus 1,,4 is not a number of GPUs"]),
         (["--gpus", "3"], ["cannot be divided among 3 GPUs", "train.global_batch_size=6"]),

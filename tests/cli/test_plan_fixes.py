@@ -1,7 +1,8 @@
 """What `hostward plan` proposes where nothing fits: each printed command, pasted into a shell, ends with a plan.
 
 Needs SciPy, as planning does. Seen red: the step left as it was with more GPUs, host memory of one machine for several,
-a microbatch without the sequences of its step, the limit rounded down, and no word of a larger GPU.
+a microbatch without the sequences of its step, no shorter sequences where only as many in a microbatch fit, the limit
+rounded down, and no word of a larger GPU.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from hostward.plan.hardware_profile import profile
 
 pytest.importorskip("scipy", reason="planning needs SciPy")
 
+FP8 = "optimizer.exp_avg_dtype=fp8 optimizer.exp_avg_sq_dtype=fp8 optimizer.main_params_dtype=bf16"
 TINY = [*(word for word in SMALL if not word.startswith("train.device")), "model.params_dtype=bf16"]
 
 
@@ -67,6 +69,11 @@ def assert_each_fits(cli: Cli, printed: str) -> list[tuple[str, list[str]]]:
             "qwen3 32b",
             "--hardware h100 --host-memory 500GiB --gpus 8 --seq 65536 --micro-batch 4",
             ["--seq 16384 --batch 32 --micro-batch 1 --reshard"],
+        ),
+        (
+            "qwen3 32b",
+            f"--hardware rtx-4090 --gpus 8 --seq 8192 --batch 16 --micro-batch 2 --reshard --step-early 1 {FP8}",
+            ["--seq 4096 --batch 16 --micro-batch 2"],
         ),
         ("deepseek-v3", "--hardware h200 --host-memory 500GiB --gpus 8", ["--gpus 128 --host-memory 8000GiB"]),
         (

@@ -13,7 +13,7 @@ from tape_cases import loss_of, parts, tokens, transformers
 from hostward.model.layers import find_layers
 from hostward.profiler.layer_profiler import run
 from hostward.trainer.meta_trace import described_model
-from hostward.trainer.workload import config_workload
+from hostward.trainer.workload import config_workload, read_model_file
 
 COUNTED = [name for name, one in PUBLISHED.items() if one.billions is not None]
 SMALL = [name for name, one in PUBLISHED.items() if one.less]
@@ -47,7 +47,7 @@ def test_a_model_without_fused_attention_is_planned_with_an_eager_one_and_says_s
     one = PUBLISHED["gpt-oss 20b"]
     saved = one.config | one.less | {"_attn_implementation": "flash_attention_2"}  # what it was trained with
     (tmp_path / "config.json").write_text(json.dumps(saved))
-    work = config_workload(tmp_path, sequence_tokens=64)
+    work = config_workload(read_model_file(tmp_path), sequence_tokens=64)
     assert work.name == "gpt_oss (eager attention)"
     # The probabilities of eight heads, which fused attention does not save.
     assert all(layer.saved_bytes.square >= 8 * 2 for layer in work.repeated)

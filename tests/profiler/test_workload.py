@@ -19,7 +19,7 @@ from hostward.plan.workload import Way, Workload
 from hostward.profiler.workload import inventory_of, workload_of
 from hostward.recipes import load
 from hostward.trainer.models import require_sizes
-from hostward.trainer.workload import config_workload, recipe_workload
+from hostward.trainer.workload import config_workload, read_model_file, recipe_workload
 
 pytest.importorskip("transformers")
 
@@ -142,11 +142,11 @@ def test_a_recipe_is_a_workload_without_a_weight() -> None:
 
 def test_a_configuration_file_is_a_workload(tmp_path: Path) -> None:
     built("Llama", "meta").config.save_pretrained(tmp_path)
-    work = config_workload(tmp_path, sequence_tokens=24, microbatch_sequences=2)
+    work = config_workload(read_model_file(tmp_path), sequence_tokens=24, microbatch_sequences=2)
     assert work.name == "llama"
     assert work.weight_dtype is Dtype.BF16
     assert work.layers == work_of(built("Llama", "meta", torch.bfloat16, "sdpa")).layers
-    assert config_workload(tmp_path / "config.json", sequence_tokens=8).sequence_tokens == 8
+    assert config_workload(read_model_file(tmp_path / "config.json"), sequence_tokens=8).sequence_tokens == 8
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_what_is_no_configuration_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "config.json"
     file.write_text(text)
     with pytest.raises(ModelError, match="does not describe a"):
-        config_workload(file, sequence_tokens=8)
+        config_workload(read_model_file(file), sequence_tokens=8)
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", "null"])
@@ -173,7 +173,7 @@ def test_a_configuration_without_a_model_type_is_told_in_words(tmp_path: Path, t
     file = tmp_path / "config.json"
     file.write_text(text)
     with pytest.raises(ModelError, match="why: it is not a JSON object with a model_type"):
-        config_workload(file, sequence_tokens=8)
+        config_workload(read_model_file(file), sequence_tokens=8)
 
 
 LLAMA = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 16}
@@ -189,16 +189,22 @@ LLAMA = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_
         ({"vocab_size": 10**30}, "vocab_size is a number of 31 digits"),
         ({"intermediate_size": -1}, "intermediate_size is -1"),
         ({"num_key_value_heads": 0}, "ZeroDivisionError"),
-        ({"head_dim": -4}, "negative dimension"),
+        ({"head_dim": -4}, "head_dim is -4"),
+        ({"num_key_value_heads": 3}, "num_attention_heads is .*, and num_key_value_heads is 3"),
+        ({"num_local_experts": 10**9}, "num_local_experts is 1000000000"),
+        ({"num_experts_per_tok": -1}, "num_experts_per_tok is -1"),
+        ({"pad_token_id": 10**6}, "Padding_idx must be within num_embeddings"),
         ({"rope_theta": "x"}, "TypeError"),
     ],
 )
 def test_sizes_that_no_model_has_are_told_by_name(tmp_path: Path, wrong: dict[str, Any], told: str) -> None:
-    """Seen red: errors of transformers and torch with their tracebacks, and hours for a million layers."""
+    """Seen red: errors of transformers and torch with their tracebacks, hours for a million layers or a billion
+    experts, and a plan for heads that cannot be divided into groups.
+    """
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"model_type": "llama", **LLAMA, **wrong}))
     with pytest.raises(ModelError, match=told) as caught:
-        config_workload(file, sequence_tokens=8)
+        config_workload(read_model_file(file), sequence_tokens=8)
     assert caught.value.fix
 
 
@@ -208,13 +214,13 @@ def test_a_misspelt_size_is_not_replaced_by_the_usual_one(tmp_path: Path) -> Non
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"model_type": "llama", **given}))
     with pytest.raises(ModelError, match="a model of type llama has no num_hidden_layer\n") as caught:
-        config_workload(file, sequence_tokens=8)
+        config_workload(read_model_file(file), sequence_tokens=8)
     assert caught.value.fix == "did you mean num_hidden_layers?"
 
 
-@pytest.mark.parametrize("kind", ["xglm", "qwen3_5_moe_text", "qwen3_5_moe"])
+@pytest.mark.parametrize("kind", ["xglm", "qwen3_5_moe_text", "qwen3_5_moe", "glm5_next"])
 def test_names_like_those_of_other_models_are_no_misspelt_sizes(kind: str) -> None:
-    """Seen red: moe_intermediate_size of a model without dense layers, and attention_heads, refused."""
+    """Seen red: moe_intermediate_size of a model without dense layers, attention_heads, and head_dim 0, refused."""
     content = CONFIG_MAPPING[kind]().to_dict()
     require_sizes(Path("config.json"), content)
     misspelt = content.get("text_config", content)

@@ -25,7 +25,7 @@ from hostward.plan.workload import Way, Workload, from_text, to_text
 from hostward.recipes import load
 from hostward.trainer import workload as workload_cache
 from hostward.trainer.meta_trace import trace_recipe
-from hostward.trainer.workload import NOT_TRACED, config_workload, recipe_workload
+from hostward.trainer.workload import NOT_TRACED, config_workload, read_model_file, recipe_workload
 
 TINY = "qwen3_moe_tiny_pretrain_config"
 
@@ -211,7 +211,7 @@ def test_a_configuration_that_was_edited_is_another_question(tmp_path: Path) -> 
     numels = []
     for rows in (100, 100, 200):
         file.write_text(json.dumps({**content, "vocab_size": rows, "task_specific_params": {"limit": math.inf}}))
-        numels.append(config_workload(file, sequence_tokens=8, folder=folder).inventory.numel)
+        numels.append(config_workload(read_model_file(file), sequence_tokens=8, folder=folder).inventory.numel)
     assert numels == [numels[0], numels[0], numels[0] + 2 * 64 * 100]
     assert len(list(folder.glob("*.json"))) == 2
 
@@ -223,7 +223,9 @@ def test_a_length_near_one_that_was_traced_needs_no_trace(tmp_path: Path) -> Non
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 100, **sizes, **heads}))
     files = []
     for length in (64, 96, 256, 31, 64, 96):
-        assert config_workload(tmp_path, sequence_tokens=length, folder=folder).sequence_tokens == length
+        assert (
+            config_workload(read_model_file(tmp_path), sequence_tokens=length, folder=folder).sequence_tokens == length
+        )
         files.append(len(list(folder.glob("*.json"))))
     assert files == [1, 1, 1, 2, 2, 2]
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from hostward.plan.result import Answer, Fix, Question
     from hostward.plan.solver import Forced
     from hostward.plan.workload import Workload
+    from hostward.trainer.workload import ModelFile
 
 DEFAULT_PROFILE = "h200"
 MOST = 1 << 30
@@ -217,9 +218,10 @@ def plan(
             f"--gpus {gpus} with --json, --plot or --why-not, which are about one plan", fix=f"--gpus {counts[-1]}"
         )
     others = [(text, _varied(context, flags, text)) for text in why_not or []]
+    read = _read_once()
     chosen_by_hand = bool(place or keep or weights is not None)
-    answers, undivided = _answers(counts, flags.asked(), partial(_answer, plot, json_file, chosen_by_hand))
-    varied = f"\n{_beside(answers[0], others)}" if others else ""
+    answers, undivided = _answers(counts, flags.asked(read), partial(_answer, plot, json_file, chosen_by_hand))
+    varied = f"\n{_beside(answers[0], others, read)}" if others else ""
     written = {"--plot": plot, "--json": json_file}
 
     def command(count: int, fix: Fix) -> str:
@@ -229,7 +231,7 @@ def plan(
     text = (
         compared(answers, undivided, command) if several else render(answers[0], partial(command, counts[0])) + varied
     )
-    notes = f"{'' if hardware else _ASSUMED}{'' if config is None else _not_followed(config)}"
+    notes = f"{'' if hardware else _ASSUMED}{'' if config is None else _not_followed(read(config))}"
     print(wrapped(f"{notes}{text}"), end="", file=text_stream(json_file))
     if undivided or any(found.chosen is None for found in answers):
         raise typer.Exit(ExitCode.FAILED)
@@ -241,11 +243,18 @@ _ASSUMED = (
 )
 
 
-def _not_followed(config: Path) -> str:
+def _not_followed(model: ModelFile) -> str:
     """Return lines about what the file describes and the plan does not have; "" where there is nothing."""
     from hostward.trainer.workload import not_planned
 
-    return "".join(f"{said}\n" for said in not_planned(config))
+    return "".join(f"{said}\n" for said in not_planned(model))
+
+
+def _read_once() -> Callable[[Path], ModelFile]:
+    """Return `read_model_file`, which reads each file once: of a pipe there is nothing to be read again."""
+    from hostward.trainer.workload import read_model_file
+
+    return cache(read_model_file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,14 +282,15 @@ class Flags:
     def counts(self) -> list[int]:
         """Return the numbers of `--gpus`, each once. Raises ConfigError for another text."""
         words = self.gpus.split(",")
-        if not all(word.isascii() and word.isdigit() and int(word) for word in words):
+        if not all(word.isascii() and word.isdigit() and word.strip("0") for word in words):
             raise ConfigError(
                 f"--gpus {self.gpus} is not a number of GPUs", fix="--gpus 8, or --gpus 1,4,8 for a line of each"
             )
-        counts = list(dict.fromkeys(map(int, words)))
-        if max(counts) > MOST_GPUS:
-            raise ConfigError(f"--gpus {max(counts)} are more than can be planned", fix=f"at most {MOST_GPUS:,}")
-        return counts
+        digits = [word.lstrip("0") for word in words]
+        most = max(digits, key=lambda word: (len(word), word))
+        if len(most) > len(str(MOST_GPUS)) or int(most) > MOST_GPUS:  # int takes no more than some thousand digits
+            raise ConfigError(f"--gpus {most} are more than can be planned", fix=f"at most {MOST_GPUS:,}")
+        return list(dict.fromkeys(map(int, digits)))
 
     def of(self, count: int) -> Flags:
         """Return the flags that ask for this number of GPUs alone."""
@@ -349,8 +359,8 @@ class Flags:
             parts += [flag, str(file)] if file else []
         return shlex.join([*parts, *self.words])
 
-    def asked(self) -> Callable[[int], Question]:
-        """Return a function that makes the question for a number of GPUs.
+    def asked(self, read: Callable[[Path], ModelFile]) -> Callable[[int], Question]:
+        """Return a function that makes the question for a number of GPUs; `read` reads a config.json.
 
         Raises ConfigError for flags that do not go together, before any model is traced.
         """
@@ -364,9 +374,8 @@ class Flags:
             raise ConfigError("--config does not go with --recipe", fix="leave one of them out")
         sizes = self.sequence, self.batch, self.micro_batch
         form = _state_format(() if self.config is None else self.words)
-        traced = cache(partial(_traced, sequence=self.sequence, micro_batch=self.micro_batch, form=form))
-        if (tokens := (self.sequence or 4096) * (self.micro_batch or 1)) > MOST:
-            raise ConfigError(f"a microbatch of {tokens:,} tokens is more than can be planned", fix=f"at most {MOST:,}")
+        traced = cache(partial(_traced, read, sequence=self.sequence, micro_batch=self.micro_batch, form=form))
+        _require_tokens(self.sequence or 4096, self.micro_batch or 1)
         if self.reshard and self.counts() == [1]:
             raise ConfigError(
                 "--reshard has no effect with one GPU", why="it holds all", fix="leave it out, or --gpus N"
@@ -387,6 +396,7 @@ class Flags:
             else:
                 name = self.recipe or DEFAULT_RECIPE
                 options = configured(name, self.words)
+                _require_tokens(options.model.seq_length, options.train.micro_batch_size)
                 chosen = hand(options.model.num_layers if options.model.hf_model_path is None else None)
                 require_early(options, self.step_early or 0.0)
                 whole, workload, forced, phases = _of_recipe(name, options, count, speeds_of(machine, count))
@@ -439,7 +449,7 @@ _FLAGS = {
 """Flags by the name of their field; words have none."""
 
 
-def _beside(found: Answer, others: list[tuple[str, Flags]]) -> str:
+def _beside(found: Answer, others: list[tuple[str, Flags]], read: Callable[[Path], ModelFile]) -> str:
     """Render the answers of other flags beside that of the plan."""
     from hostward.plan.rank_partition import required_of
     from hostward.plan.render import beside
@@ -448,7 +458,7 @@ def _beside(found: Answer, others: list[tuple[str, Flags]]) -> str:
     answers = []
     for text, flags in others:
         try:
-            question = flags.asked()(flags.counts()[0])
+            question = flags.asked(read)(flags.counts()[0])
         except ConfigError as error:
             raise type(error)(f"--why-not {text!r}: {error.what}", why=error.why, fix=error.fix) from error
         answers.append((text, answer(question, required_of(question.workload))))
@@ -539,6 +549,12 @@ def _of_recipe(
     return whole, workload, asked_of(config, workload, speeds), phases_of(config)
 
 
+def _require_tokens(sequence: int, sequences: int) -> None:
+    """Raise ConfigError for a microbatch with more tokens than can be counted."""
+    if (tokens := sequence * sequences) > MOST:
+        raise ConfigError(f"a microbatch of {tokens:,} tokens is more than can be planned", fix=f"at most {MOST:,}")
+
+
 def _require_none_of_a_file(given: dict[str, int | None]) -> None:
     """Raise ConfigError for options that belong to a `config.json`, if there is none."""
     for option, value in given.items():
@@ -576,13 +592,15 @@ def _of_file(
     return workload, part, Forced(), (*TRAINING, SAVE, RESUME, EVALUATION)
 
 
-def _traced(path: Path, sequence: int | None, micro_batch: int | None, form: StateFormat) -> Workload:
-    """Return the workload of a config.json, read once for several numbers of GPUs."""
+def _traced(
+    read: Callable[[Path], ModelFile], path: Path, sequence: int | None, micro_batch: int | None, form: StateFormat
+) -> Workload:
+    """Return the workload of a config.json, traced once for several numbers of GPUs."""
     from hostward.plan.workload import in_format
     from hostward.trainer.workload import config_workload, usual_folder
 
-    tokens, sequences = sequence or 4096, micro_batch or 1
-    found = config_workload(path, sequence_tokens=tokens, microbatch_sequences=sequences, folder=usual_folder())
+    tokens, sequences, folder = sequence or 4096, micro_batch or 1, usual_folder()
+    found = config_workload(read(path), sequence_tokens=tokens, microbatch_sequences=sequences, folder=folder)
     return in_format(found, form)
 
 

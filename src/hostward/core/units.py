@@ -20,6 +20,8 @@ _UNITS = {
 }
 UNKNOWN = "–"
 """Shown where a figure is not known."""
+_MOST_BYTES = 1 << 70
+"""More than all machines have together; a float counts much further, but not without end."""
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -41,7 +43,10 @@ def size_bytes(text: str, option: str) -> int:
         why = f"{unit!r} is no unit" if unit else "a number alone does not say its unit"
         fix = f"{option} {number}{near}" if float(number) else f"write, for example, {option} 40{near}"
         raise ConfigError(f"{option} {text} is no size", why=f"{why}; units are {', '.join(_UNITS)}", fix=fix)
-    return int(float(number) * _UNITS[unit])
+    if (nbytes := float(number) * _UNITS[unit]) > _MOST_BYTES:
+        why = f"no machine has {_MOST_BYTES >> 40:,}TiB"
+        raise ConfigError(f"{option} {text[:40]} is no size", why=why, fix=f"write, for example, {option} 40GiB")
+    return int(nbytes)
 
 
 def size_option(nbytes: int) -> str:

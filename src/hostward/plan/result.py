@@ -576,22 +576,27 @@ def _smaller_microbatch(question: Question, speeds: Speeds, required: Required) 
 
 
 def _shorter(question: Question, speeds: Speeds, required: Required) -> Fix | None:
-    """Propose the longest of half, a quarter, ... of a sequence that fits, as many of them in a step."""
+    """Propose the longest of half, a quarter, ... of a sequence that fits, as many of them in a step.
+
+    One is in a microbatch, or, where only that fits, as many as now: sums of several microbatches take memory, too.
+    """
     asked = question.workload
-    workload = replace(asked, microbatch_sequences=1, microbatches=asked.microbatch_sequences * asked.microbatches)
-
-    def fits(tokens: int) -> bool:
-        return _fits_so(question, replace(workload, sequence_tokens=tokens), speeds, required)
-
+    in_step = asked.microbatch_sequences * asked.microbatches
     halves = [asked.sequence_tokens >> n for n in range(1, asked.sequence_tokens.bit_length())]
     lengths = [tokens for tokens in halves if tokens >= _FEWEST_TOKENS]
-    if not lengths or not fits(lengths[-1]):  # the shortest first: where weights alone exceed the memory no length fits
-        return None
-    tokens = next(filter(fits, lengths[:-1]), lengths[-1])
-    if asked.microbatch_sequences == 1:
-        return Fix(f"sequences of {tokens:,} tokens", sequence_tokens=tokens)
-    what = f"sequences of {tokens:,} tokens, one in a microbatch"
-    return Fix(what, sequence_tokens=tokens, microbatch_sequences=1)
+    for sequences in sorted({1, asked.microbatch_sequences}) if lengths else ():
+        workload = replace(asked, microbatch_sequences=sequences, microbatches=in_step // sequences)
+        tried = {tokens: replace(workload, sequence_tokens=tokens) for tokens in lengths}
+        # The shortest first: where weights alone exceed the memory no length fits.
+        if not _fits_so(question, tried[lengths[-1]], speeds, required):
+            continue
+        fitting = (n for n in lengths[:-1] if _fits_so(question, tried[n], speeds, required))
+        tokens = next(fitting, lengths[-1])
+        what = f"sequences of {tokens:,} tokens"
+        if sequences == asked.microbatch_sequences:
+            return Fix(what, sequence_tokens=tokens)
+        return Fix(f"{what}, one in a microbatch", sequence_tokens=tokens, microbatch_sequences=1)
+    return None
 
 
 def _sequences(count: int) -> str:

@@ -285,6 +285,12 @@ _SIZES = {
     "intermediate_size": (0, 1 << 24),
 }
 """Sizes that most models have, by their name, and the least and the most that is built."""
+_SIZES_OF_SOME = {
+    "head_dim": (0, 1 << 16),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), (0, 1 << 16)),
+    "moe_intermediate_size": (0, 1 << 24),
+}
+"""Those that some models have, and others do not."""
 _NEAR = 0.85
 """Likeness of names from which on one is taken to be misspelt."""
 
@@ -299,11 +305,18 @@ def require_sizes(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def _require_sizes(file: Path, given: Mapping[str, Any]) -> None:
-    for name, (least, most) in _SIZES.items():
+    for name, (least, most) in (_SIZES | _SIZES_OF_SOME).items():
         value = given.get(name)
         if isinstance(value, int) and not least <= value <= most:
             shown = value if abs(value) < 10**12 else f"a number of {len(str(abs(value)))} digits"
             raise ModelError(f"{file}: {name} is {shown}", fix=f"a whole number from {least} to {most:,}")
+    heads, groups = given.get("num_attention_heads"), given.get("num_key_value_heads")
+    if isinstance(heads, int) and isinstance(groups, int) and groups and heads % groups:
+        raise ModelError(
+            f"{file}: num_attention_heads is {heads}, and num_key_value_heads is {groups}",
+            why="each key and value head serves as many attention heads as each other one",
+            fix="a num_key_value_heads that divides num_attention_heads",
+        )
 
 
 def _require_names(file: Path, given: Mapping[str, Any], kind: str) -> None:
@@ -333,7 +346,16 @@ def describing(file: Path, fix: str) -> Iterator[None]:
     """Turn what transformers and torch raise in the block into a ModelError: the configuration describes no model."""
     with needed_for("a model", "train"):
         from huggingface_hub.errors import StrictDataclassError
-    wrong = ValueError, TypeError, LookupError, AttributeError, ImportError, ArithmeticError, RuntimeError
+    wrong = (
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        ImportError,
+        ArithmeticError,
+        RuntimeError,
+        AssertionError,
+    )
     try:
         yield
     except HostwardError:

@@ -224,7 +224,8 @@ def by_hand(places: Sequence[str], keeps: Sequence[str], weights: int | None, la
 def forced_by_hand(workload: Workload, before: Forced, hand: ByHand) -> Forced:
     """Return `before` with the changes made by hand.
 
-    Raises ConfigError for a pattern that nothing matches, or too many layers.
+    Raises ConfigError for a pattern that nothing matches, too many layers, or weights on the host of a layer whose step
+    is elsewhere.
     """
     placements, activations = dict(before.placements), dict(before.activations)
     buckets = [(bucket.layer, bucket.name) for bucket in workload.inventory.buckets]
@@ -235,7 +236,22 @@ def forced_by_hand(workload: Workload, before: Forced, hand: ByHand) -> Forced:
     if hand.weights is not None:
         _require_fewer(hand.weights, len(layers))
         chosen = frozenset(layer.name for layer in workload.repeated[: hand.weights])
+    if hand != ByHand((), (), None):
+        _require_stepped_there(workload, placements, chosen or frozenset())
     return replace(before, placements=placements, activations=activations, offloaded_weights=chosen)
+
+
+def _require_stepped_there(workload: Workload, placements: Mapping[int, Placement], away: frozenset[str]) -> None:
+    """Raise ConfigError if the optimizer state of a layer in `away` is not placed where the CPU steps it."""
+    buckets = workload.inventory.buckets
+    for index, placement in placements.items():
+        if (layer := buckets[index].layer) in away and placement is not Placement.HOST:
+            raise ConfigError(
+                f"the weights of {layer} are to be on the host, and its optimizer state on the "
+                f"{'host, to be streamed' if placement is Placement.STREAMED else 'device'}",
+                why="a trained weight on the host is written there, by the CPU optimizer step",
+                fix=f"offload fewer layers' weights, or --place '{layer}=host' for each such layer",
+            )
 
 
 def _require_fewer(weights: int | None, layers: int) -> None:

@@ -16,7 +16,7 @@ import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -125,8 +125,16 @@ def _sizes_of(model: ModelConfig) -> str | None:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """Hold what a config.json says, which names a model type."""
+
+    path: Path
+    content: Mapping[str, Any]
+
+
 def config_workload(
-    path: Path,
+    model: ModelFile,
     *,
     sequence_tokens: int,
     microbatch_sequences: int = 1,
@@ -137,22 +145,21 @@ def config_workload(
     """Return the workload of a causal language model that transformers knows.
 
     Args:
-        path: its config.json, or the folder of that.
+        model: its config.json, as `read_model_file` returns it.
         dtype: of the weights.
         folder: the cache folder; None: always trace the model.
 
     Raises:
-        ModelError: no readable configuration, or none of a causal language model.
+        ModelError: none of a causal language model.
     """
-    file, content = _config_of(path)
 
     def trace(lengths: Sequence[int]) -> list[Workload]:
         with needed_for("planning", "train,plan"):
             from hostward.trainer.meta_trace import trace_config_file
 
-        return trace_config_file(file, content, dtype, microbatch_sequences, lengths)
+        return trace_config_file(model.path, model.content, dtype, microbatch_sequences, lengths)
 
-    question = {"config": content, "dtype": dtype, "microbatch_sequences": microbatch_sequences}
+    question = {"config": model.content, "dtype": dtype, "microbatch_sequences": microbatch_sequences}
     return replace(cached_workload(folder, question, sequence_tokens, trace), microbatches=microbatches)
 
 
@@ -160,12 +167,9 @@ _CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Ends of names of transformers' causal language models, with images or without."""
 
 
-def not_planned(path: Path) -> list[str]:
-    """Return what a config.json describes and its plan does not have, in sentences: other weights, or another head.
-
-    Raises ModelError for what is no configuration.
-    """
-    _, content = _config_of(path)
+def not_planned(model: ModelFile) -> list[str]:
+    """Return what a config.json describes and its plan does not have, in sentences: other weights, or another head."""
+    content = model.content
     quantized, dtype = content.get("quantization_config"), content.get("dtype", content.get("torch_dtype"))
     method = quantized.get("quant_method") if isinstance(quantized, Mapping) else None
     weights = [f"quantized weights ({method})"] if method else []
@@ -178,8 +182,8 @@ def not_planned(path: Path) -> list[str]:
     return said
 
 
-def _config_of(path: Path) -> tuple[Path, Any]:
-    """Return the file of a configuration, and what it says. Raises ModelError for what is none."""
+def read_model_file(path: Path) -> ModelFile:
+    """Read a config.json, or that of a folder. Raises ModelError for what is no configuration."""
     file = path / "config.json" if path.is_dir() else path
     fix = "name a config.json of a causal language model of transformers, or the folder that holds it"
     if not file.exists():
@@ -193,7 +197,7 @@ def _config_of(path: Path) -> tuple[Path, Any]:
     except (OSError, ValueError, RecursionError) as error:
         why = f"{type(error).__name__}: {error}"
         raise ModelError(f"{file} does not describe a model", why=why, fix=fix) from error
-    return file, content
+    return ModelFile(file, content)
 
 
 def _each_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

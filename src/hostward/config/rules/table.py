@@ -86,10 +86,10 @@ AT_LEAST_ONE = Range(low=1)
 SEED = Range(low=0, high=2**63 - 1)
 
 RANGES: Mapping[str, Range] = {
-    "model.num_layers": NOT_NEGATIVE,
+    "model.num_layers": Range(low=0, high=4096),
     "model.hidden_size": NOT_NEGATIVE,
     "model.ffn_hidden_size": AT_LEAST_ONE,
-    "model.num_moe_experts": AT_LEAST_ONE,
+    "model.num_moe_experts": Range(low=1, high=1 << 16),
     "model.moe_ffn_hidden_size": AT_LEAST_ONE,
     "model.moe_router_topk": AT_LEAST_ONE,
     "model.moe_aux_loss_coeff": NOT_NEGATIVE,
@@ -97,7 +97,7 @@ RANGES: Mapping[str, Range] = {
     "model.num_query_groups": AT_LEAST_ONE,
     "model.kv_channels": AT_LEAST_ONE,
     "model.seq_length": AT_LEAST_ONE,
-    "model.vocab_size": AT_LEAST_ONE,
+    "model.vocab_size": Range(low=1, high=1 << 28),
     "model.rotary_base": POSITIVE,
     "model.rope_scaling_factor": AT_LEAST_ONE,
     "model.layernorm_epsilon": POSITIVE,
