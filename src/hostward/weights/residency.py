@@ -15,6 +15,7 @@ import torch
 from hostward.errors import ModelError
 from hostward.model.autograd import is_saved
 from hostward.model.parameters import can_resize, local_of
+from hostward.model.transforms import untransformed
 from hostward.optim.bucket_lifecycle import Asleep, Kinds
 from hostward.runtime.backend import Backend, Batch, Buffer, Event, Held, Tier, Work
 from hostward.schedule.ops import Lane
@@ -227,6 +228,7 @@ class Residency:
         self.expected: int | None = None
         """Layer that was prefetched last."""
 
+    @untransformed
     def prefetch(self, number: int) -> None:
         """Prefetch a layer's weights, because they will be used next."""
         layer = self.layers[number] if 0 <= number < len(self.layers) else None
@@ -234,6 +236,7 @@ class Residency:
             self.expected = number
             self._fetch(layer)
 
+    @untransformed
     def ensure(self, number: int) -> None:
         """Make the compute stream wait for a layer's weights, and fetch them if they are not on the device."""
         layer = self._here(number)
@@ -244,6 +247,7 @@ class Residency:
             layer.arrive.issue()
             layer.waited.add(stream)
 
+    @untransformed
     def read(self, numbers: Sequence[int]) -> None:
         """Make the caller's stream wait for weights that are read outside of forward and backward.
 
@@ -338,6 +342,7 @@ class Residency:
         layer.resident, layer.stale = True, False
         self.fetched += layer.nbytes
 
+    @untransformed
     def bring_all(self) -> None:
         """Reload all weights, and make the compute stream wait for them."""
         for number in range(len(self.layers)):
