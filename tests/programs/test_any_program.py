@@ -6,7 +6,8 @@ it.
 
 Seen red: the fence left out (a test of its own, for each program); weights of device buckets not waited for; the fence
 not lowered in forward; `.data` without its witness; kept views without their count, or without a comparison of bits;
-copies run within the transform, the fake tensors or the trace that waits for them.
+copies run within the transform, the fake tensors or the trace that waits for them; a layer freed while it ran (a crash)
+because it had been read before.
 """
 
 from __future__ import annotations
@@ -551,6 +552,30 @@ def test_an_l2_term_before_forward() -> None:
         ends.append(snapshot(model, optimizer))
     assert_equal(ends[1], ends[0])
     assert_equal(ends[2], ends[0])
+
+
+def test_a_layer_that_reads_weights_of_another() -> None:
+    """What was read outside is freed at the next such read, but not while it runs."""
+
+    def train(mix: str, away: bool) -> dict[str, torch.Tensor]:
+        model, optimizer = make(mix, order=LATEST if away else None)
+        run = hostward.attach(model, optimizer, weights=2, layers=list(model.blocks)) if away else None
+        for before, block in itertools.pairwise(model.blocks):
+
+            def differ(_: Any, __: Any, out: torch.Tensor, a: Any = before.up, b: Any = block.up) -> torch.Tensor:
+                return out + (a.weight - b.weight).square().sum()
+
+            block.up.register_forward_hook(differ)
+        for step in range(3):
+            assert model.blocks[1].up.weight.detach().norm().item() > 0
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+        if run is not None:
+            run.detach()
+        return snapshot(model, optimizer)
+
+    assert_equal(train("host", True), train("device", False))
 
 
 def test_all_offloaded_weights_are_here_where_asked_for() -> None:

@@ -238,7 +238,15 @@ class Residency:
 
     @untransformed
     def ensure(self, number: int) -> None:
-        """Make the compute stream wait for a layer's weights, and fetch them if they are not on the device."""
+        """Make the compute stream wait for a layer's weights, and fetch them if they are not on the device.
+
+        The layer's own operations follow, and no later `read` of others frees what these use.
+        """
+        if number in self._read:
+            self._read.remove(number)
+        self._await(number)
+
+    def _await(self, number: int) -> None:
         layer = self._here(number)
         if layer is None:
             return
@@ -263,7 +271,7 @@ class Residency:
         stream = None if self.backend.at_compute() else self.backend.caller_stream()
         for number in numbers:
             if stream is None:
-                self.ensure(number)
+                self._await(number)
             else:
                 with self.backend.on_compute():
                     layer = self._here(number)
