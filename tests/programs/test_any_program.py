@@ -234,6 +234,7 @@ def transformed(model: Net, kept: Kept) -> None:
     """Gradients of inputs, a batch and second derivatives, by transforms whose function reads weights."""
     x = torch.linspace(-1.0, 1.0, 32, dtype=model.scale.dtype)
     see(kept, torch.func.grad(lambda x: (model.head.weight @ x).square().sum())(x))
+    see(kept, torch.func.grad(lambda x: (model.blocks[1].up.weight.data @ x).square().sum())(x))
     see(kept, torch.vmap(lambda x: torch.tanh(model.blocks[0].up.weight @ x))(torch.stack([x, -x])))
     see(kept, torch.func.hessian(lambda x: (model.blocks[2].up.weight @ x).square().sum())(x))
 
