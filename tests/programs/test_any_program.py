@@ -5,7 +5,9 @@ state on the host, streamed, mixed, and with weights away, under orders in which
 it.
 
 Seen red: the fence left out (a test of its own, for each program); weights of device buckets not waited for; the fence
-not lowered in forward; `.data` without its witness; kept views without their count, or without a comparison of bits.
+not lowered in forward; `.data` without its witness; kept views without their count, or without a comparison of bits;
+copies run within the transform, the fake tensors or the trace that waits for them; a layer freed while it ran (a crash)
+because it had been read before.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ import torch
 import torch.distributed as dist
 from networks import LATEST, MIXES, OFFLOADED, Net, loss_of, make, microbatch, stepped, tokens
 from optimizer_cases import adamw, assert_equal, snapshot
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -226,6 +230,15 @@ def set_by_index(model: Net, kept: Kept) -> None:
     model.blocks[0].up.weight.data[1].zero_()
 
 
+def transformed(model: Net, kept: Kept) -> None:
+    """Gradients of inputs, a batch and second derivatives, by transforms whose function reads weights."""
+    x = torch.linspace(-1.0, 1.0, 32, dtype=model.scale.dtype)
+    see(kept, torch.func.grad(lambda x: (model.head.weight @ x).square().sum())(x))
+    see(kept, torch.func.grad(lambda x: (model.blocks[1].up.weight.data @ x).square().sum())(x))
+    see(kept, torch.vmap(lambda x: torch.tanh(model.blocks[0].up.weight @ x))(torch.stack([x, -x])))
+    see(kept, torch.func.hessian(lambda x: (model.blocks[2].up.weight @ x).square().sum())(x))
+
+
 def initialised(model: Net, kept: Kept) -> None:
     torch.manual_seed(7)
     torch.nn.init.normal_(model.head.weight, std=0.02)
@@ -255,7 +268,8 @@ PROGRAMS: dict[str, Callable[[Net, Kept], None]] = {
         swa, swa_mean, ema_by_hand, ema_of_data, norms, deep_copies, named_dict, safetensors_file, torch_save,
         state_dicts, vectors, numpy_reads, clamp, clamp_of_data, foreach_decay, another_optimizer, weight_sync,
         weight_sync_by_state, another_thread, functional, views_made_now, views_kept, written_through_views_kept,
-        inference, forward_alone, assigned, set_by_index, initialised, collectives, collectives_of_parameters,
+        inference, forward_alone, assigned, set_by_index, transformed, initialised, collectives,
+        collectives_of_parameters,
     )
 }  # fmt: skip
 KEEP_VIEWS = {"views_kept", "written_through_views_kept"}
@@ -479,6 +493,35 @@ def test_compiled_code_that_reads_weights(mix: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*totals, strict=True))
 
 
+@functools.cache
+def one_step_on_the_device() -> dict[str, torch.Tensor]:
+    model, optimizer = make("device")
+    loss_of(model, 0).backward()
+    optimizer.step()
+    return snapshot(model, optimizer)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("how", ["traced", "fake", "fx"])
+def test_what_waits_while_others_look_at_operations(how: str, mix: str) -> None:
+    """Our copies are in no trace, and are made for real where tensors are fake."""
+    model, optimizer = make(mix, order=LATEST if mix != "device" else None)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    if how == "traced":
+        traced = torch.jit.trace(model, (tokens(1),))
+        assert torch.equal(traced(tokens(2)), model(tokens(2)))
+    elif how == "fake":
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert (model.head.weight * 2).shape == (10, 32)
+            assert model(tokens(1)).shape == (4, 10)
+    else:
+        graph = make_fx(lambda x: model.head.weight @ x)(torch.ones(32))
+        assert torch.equal(graph(torch.ones(32)), model.head.weight @ torch.ones(32))
+    assert_equal(snapshot(model, optimizer), one_step_on_the_device())
+
+
 def test_parametrised_weights() -> None:
     """Spectral norm reads the weight in forward of another module than its own, and keeps vectors of it."""
     ends = []
@@ -510,6 +553,30 @@ def test_an_l2_term_before_forward() -> None:
         ends.append(snapshot(model, optimizer))
     assert_equal(ends[1], ends[0])
     assert_equal(ends[2], ends[0])
+
+
+def test_a_layer_that_reads_weights_of_another() -> None:
+    """What was read outside is freed at the next such read, but not while it runs."""
+
+    def train(mix: str, away: bool) -> dict[str, torch.Tensor]:
+        model, optimizer = make(mix, order=LATEST if away else None)
+        run = hostward.attach(model, optimizer, weights=2, layers=list(model.blocks)) if away else None
+        for before, block in itertools.pairwise(model.blocks):
+
+            def differ(_: Any, __: Any, out: torch.Tensor, a: Any = before.up, b: Any = block.up) -> torch.Tensor:
+                return out + (a.weight - b.weight).square().sum()
+
+            block.up.register_forward_hook(differ)
+        for step in range(3):
+            assert model.blocks[1].up.weight.detach().norm().item() > 0
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+        if run is not None:
+            run.detach()
+        return snapshot(model, optimizer)
+
+    assert_equal(train("host", True), train("device", False))
 
 
 def test_all_offloaded_weights_are_here_where_asked_for() -> None:

@@ -3,7 +3,7 @@ keys of groups, compiled modules inside layers, functional transforms, broadcast
 
 Seen red with: the search for a module left out, one of several taken, the module found not used for hooks, wrappers
 counted as other modules, groups without parameters refused, options of torch let through, keys not looked at, hooks
-compiled, each refusal of a transform taken out, sums after a load left out.
+compiled, each refusal of a transform taken out, sums after a load left out, layer hooks that ask for `kwargs`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+import torch.ao.quantization
 import torch.autograd.forward_ad as forward_ad
 from activation_cases import offloading
 from optimizer_cases import Model, adamw, assert_equal, mlp, mlp_loss, set_gradients, snapshot
@@ -369,6 +370,17 @@ def test_functional_transforms_are_refused_and_leave_nothing_behind(name: str) -
         assert "detach()" in caught.value.fix
         assert_equal(backward(net), expected)
         assert run.report().offloaded_bytes > 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_quantized_copy_is_that_of_the_plain_model() -> None:
+    """torch's quantization puts other modules in place of layers, and registers the layers' hooks on these."""
+    plain = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+    model = copy.deepcopy(plain)
+    with hostward.attach(model, activations=hostward.Activations(num_layers=2, min_bytes=1), layers=list(model)):
+        copied = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+        expected = torch.ao.quantization.quantize_dynamic(plain, {torch.nn.Linear}, dtype=torch.qint8)
+        assert torch.equal(copied(batch()), expected(batch()))
 
 
 def test_forward_mode_is_that_of_the_plain_model() -> None:

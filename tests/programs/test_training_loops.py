@@ -1,11 +1,11 @@
 """Training loops that do what torch.optim.AdamW allows: several optimizers of one parameter, gradients in buffers of
 the program, weights given other memory, `optimizer.state` written, steps in inference mode.
 
-Seen red with: no wait for the optimizer before when one is made, gradients of another one passed over, the wait for
-held gradients left out, their memory released and each way to hold one overlooked, no look at overlaps, at who holds
-weights when an optimizer is made, at strides or `optimizer.state`, a flat copy kept as the place of a weight, inference
-mode left on; writes through `.data` lost after backward had recomputed a layer, and after an error in forward; a hook
-in autograd.grad that read weights without bytes.
+Seen red with: no wait for the optimizer before when one is made, gradients of another one passed over, also where it
+offloads anew what the next one had taken over, the wait for held gradients left out, their memory released and each way
+to hold one overlooked, no look at overlaps, at who holds weights when an optimizer is made, at strides or
+`optimizer.state`, a flat copy kept as the place of a weight, inference mode left on; writes through `.data` lost after
+backward had recomputed a layer, and after an error in forward; a hook in autograd.grad that read weights without bytes.
 """
 
 from __future__ import annotations
@@ -114,6 +114,20 @@ def test_what_one_optimizer_has_offloaded_another_does_not_leave_out(held_by: st
     with pytest.raises(ModelError, match=r"is offloaded for another hostward\.AdamW") as caught:
         second.step()
     assert 'gradients="device"' in caught.value.fix
+    assert_equal(snapshot(model, second), before)
+
+
+def test_what_the_one_before_goes_on_offloading_is_not_left_out_of_the_next() -> None:
+    """It has part of the parameters, has stepped, and is still there: no `zero_grad` when the next one is made."""
+    model = Net()
+    kept = adamw(list(model.blocks[0].parameters()), module=model, gradients="host", **MIXES["host"])
+    loss_of(model, 0).backward()
+    kept.step()
+    second = another(model, "host")
+    before = snapshot(model, second)
+    loss_of(model, 1).backward()
+    with pytest.raises(ModelError, match=r"'blocks\.0\..*' is offloaded for another hostward\.AdamW"):
+        second.step()
     assert_equal(snapshot(model, second), before)
 
 

@@ -5,7 +5,8 @@ graph holds while its memory goes, a weight written on the device and fetched ag
 keep a dropped model; an evaluation in another thread that reads weights which training frees; two backwards at once,
 with a crash of torch; another where shared memory is allocated again; a fence left down after a load, a part of a layer
 called alone, a backward that failed or began within a layer (a crash, or a write through `.data` that was lost); a
-layer that counts as there, half of its weights freed when Ctrl-C came; backward hooks that write through `.data`.
+layer that counts as there, half of its weights freed when Ctrl-C came; backward hooks that write through `.data`;
+copies that a selective checkpoint counts.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 from activation_cases import FEW, Encoder, loss_of, same
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from weight_cases import (
     ALL,
     ON_HOST,
@@ -221,16 +222,30 @@ def test_parts_of_one_buffer_are_refused() -> None:
         hostward.attach(model, weights=hostward.Weights(num_layers=1, min_elements=0))
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints_around_two_layers(reentrant: bool) -> None:
-    """Recomputation saves weights without our hooks: they stay until backward has used them."""
+def selected(_: object, operation: object, *__: object, **___: object) -> CheckpointPolicy:
+    """Save the outputs of matrix products alone."""
+    return (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_SAVE)[operation is torch.ops.aten.mm.default]
+
+
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "reentrant": {"use_reentrant": True},
+    "not reentrant": {"use_reentrant": False},
+    "selective": {"use_reentrant": False, "context_fn": lambda: create_selective_checkpoint_contexts(selected)},
+}
+
+
+@pytest.mark.parametrize("how", CHECKPOINTS)
+def test_checkpoints_around_two_layers(how: str) -> None:
+    """Recomputation saves weights without our hooks: they stay until backward has used them. A selective checkpoint
+    counts the operations of forward and of recomputation, which reload other layers: ours are none of them.
+    """
 
     class Pairs(Twice):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = x * self.scale
             for i in (0, 2):
                 pair = torch.nn.Sequential(self.layers[i], self.layers[i + 1])
-                out: Any = checkpoint(pair, x, use_reentrant=reentrant)
+                out: Any = checkpoint(pair, x, **CHECKPOINTS[how])
                 x = out
             return x
 

@@ -22,6 +22,8 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import get_gradient_edge
 
+from hostward.model.transforms import untransformed
+
 without_functions = torch._C.DisableTorchFunctionSubclass
 """Context in which the calling thread sees fenced weights as plain ones, for our own code that waits by itself."""
 
@@ -287,6 +289,7 @@ def _hand_out(parameter: torch.Tensor) -> None:
     _expose([parameter], None)
 
 
+@untransformed
 def _expose(parameters: Sequence[torch.Tensor], alias: torch.Tensor | None) -> None:
     for parameter in parameters:
         record = _RECORDS.get(id(parameter))

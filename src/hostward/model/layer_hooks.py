@@ -37,10 +37,13 @@ class _Hook:
 
 
 class PreForwardHook(_Hook):
-    """Report a layer call before forward; `about` is the layer's number."""
+    """Report a layer call before forward; `about` is the layer's number.
 
-    def __call__(self, _: object, args: object, kwargs: object) -> None:
-        call(self._observer, "pre_forward", self._about, (args, kwargs))
+    torch's quantization registers hooks again, on the module that it puts in a layer's place, without `kwargs`.
+    """
+
+    def __call__(self, _: object, args: object, kwargs: object = None) -> None:
+        call(self._observer, "pre_forward", self._about, (args, {} if kwargs is None else kwargs))
 
 
 def is_attached(layer: torch.nn.Module) -> bool:

@@ -424,7 +424,8 @@ class GradientHooks:
     def _put_placeholder(self, t: ParamRecord, dtype: torch.dtype) -> None:
         name, parameter = t.name, t.parameter
         placeholder = self._placeholders.get(name)
-        if placeholder is None or placeholder.made_for is not dtype:
+        ours = placeholder is not None and placeholder.unscaled is self._unscaled  # not taken over by a later optimizer
+        if placeholder is None or placeholder.made_for is not dtype or not ours:
             placeholder = OffloadedGrad(name, parameter, dtype, self._fate, self._unscaled)
             self._placeholders[name] = placeholder
         placeholder.fate = self._fate

@@ -35,7 +35,7 @@ _FIXES = {
     "model.parameters(), ...), and read optimizer.grad_norm; to look at gradients, give overlap=False (to offload() or "
     "offloading() as well), or leave optimizer.accumulate(last=True) or Lightning's OffloadCallback out (of a model in "
     "DistributedDataParallel: give the optimizer module=model)",
-    Where.USED: "read gradients before step(), or make the optimizer with overlap=False",
+    Where.USED: "read gradients before step(), drop them by optimizer.zero_grad(), or give AdamW overlap=False",
     Where.LOST: "call optimizer.zero_grad() and run the microbatches again",
     Where.ASLEEP: "call optimizer.wake() first",
 }

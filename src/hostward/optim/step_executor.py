@@ -21,6 +21,7 @@ from hostward.core.placement import Placement
 from hostward.errors import ModelError, NativeError, OrderingError
 from hostward.model.fence import unfenced
 from hostward.model.parameters import ParamRecord
+from hostward.model.transforms import untransformed
 from hostward.optim.bucket_lifecycle import (
     AWAKE,
     SENT,
@@ -70,12 +71,17 @@ _Result = TypeVar("_Result")
 
 
 def serialised(method: Callable[Concatenate[_Self, _Given], _Result]) -> Callable[Concatenate[_Self, _Given], _Result]:
-    """Let one thread in at a time: another one may read a weight while the training loop issues operations."""
+    """Let one thread in at a time: another one may read a weight while the training loop issues operations.
+
+    These are none of the program's, whose transforms and modes do not apply to them.
+    """
+
+    plain = untransformed(method)
 
     @functools.wraps(method)
     def alone(self: _Self, /, *args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
         with self.lock:
-            return method(self, *args, **kwargs)
+            return plain(self, *args, **kwargs)
 
     return alone
 

@@ -15,6 +15,7 @@ import torch
 from hostward.errors import ModelError
 from hostward.model.autograd import is_saved
 from hostward.model.parameters import can_resize, local_of
+from hostward.model.transforms import untransformed
 from hostward.optim.bucket_lifecycle import Asleep, Kinds
 from hostward.runtime.backend import Backend, Batch, Buffer, Event, Held, Tier, Work
 from hostward.schedule.ops import Lane
@@ -227,6 +228,7 @@ class Residency:
         self.expected: int | None = None
         """Layer that was prefetched last."""
 
+    @untransformed
     def prefetch(self, number: int) -> None:
         """Prefetch a layer's weights, because they will be used next."""
         layer = self.layers[number] if 0 <= number < len(self.layers) else None
@@ -234,8 +236,17 @@ class Residency:
             self.expected = number
             self._fetch(layer)
 
+    @untransformed
     def ensure(self, number: int) -> None:
-        """Make the compute stream wait for a layer's weights, and fetch them if they are not on the device."""
+        """Make the compute stream wait for a layer's weights, and fetch them if they are not on the device.
+
+        The layer's own operations follow, and no later `read` of others frees what these use.
+        """
+        if number in self._read:
+            self._read.remove(number)
+        self._await(number)
+
+    def _await(self, number: int) -> None:
         layer = self._here(number)
         if layer is None:
             return
@@ -244,6 +255,7 @@ class Residency:
             layer.arrive.issue()
             layer.waited.add(stream)
 
+    @untransformed
     def read(self, numbers: Sequence[int]) -> None:
         """Make the caller's stream wait for weights that are read outside of forward and backward.
 
@@ -259,7 +271,7 @@ class Residency:
         stream = None if self.backend.at_compute() else self.backend.caller_stream()
         for number in numbers:
             if stream is None:
-                self.ensure(number)
+                self._await(number)
             else:
                 with self.backend.on_compute():
                     layer = self._here(number)
@@ -338,6 +350,7 @@ class Residency:
         layer.resident, layer.stale = True, False
         self.fetched += layer.nbytes
 
+    @untransformed
     def bring_all(self) -> None:
         """Reload all weights, and make the compute stream wait for them."""
         for number in range(len(self.layers)):
