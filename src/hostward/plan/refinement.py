@@ -320,16 +320,16 @@ class PatternSearch(Generic[J]):
             best, excess = better, self.excess_bytes(better)
         return best
 
-    def spread(self, start: Choice) -> list[J]:
+    def spread(self, start: Choice, shares: Sequence[float] = SHARES) -> list[J]:
         """Return the best choices with each treatment of all layers and several numbers of offloaded layers.
 
-        Those that cannot be worth following are left out.
+        `shares`: streamed shares to try with each. Those that cannot be worth following are left out.
         """
         around, made = self.neighbourhood, list[tuple[Choice, list[J]]]()
         numbers = sorted({round(part * around.most_away) for part in AWAY})
         for treated in (start, *around.alike(start)):
             for choice in (around.away(treated, number) for number in numbers):
-                made.append((choice, self.filled(choice, SHARES)))
+                made.append((choice, self.filled(choice, shares)))
         made.sort(key=lambda pair: min(map(self._bound, pair[1])))
         found = list[J]()
         for choice, judged in made:

@@ -24,7 +24,7 @@ from hostward.plan.refinement import FEW_BUCKETS, WORTH_FOLLOWING, Neighbourhood
 from hostward.plan.solver import LAST_STAY, Forced, Limits, LinearProgram
 from hostward.plan.step_time import Prediction, least_s, predict_of
 from hostward.plan.workload import Workload
-from hostward.schedule.staging import staging_buffer_bytes, streamed_bytes
+from hostward.schedule.staging import MIN_STAGING_BUFFERS, staging_buffer_bytes, streamed_bytes
 
 DEVICE_LEVELS = 10
 """Ladder rungs in equal differences, and as many in equal ratios: they are closest where memory is short."""
@@ -42,6 +42,12 @@ _SAME_SHARE = 0.05
 """Streamed shares that differ by no more are not both tried."""
 _BOTH_AT = 2
 """Both are tried at every second fraction, and at the least ones: each candidate costs a plan some milliseconds."""
+FEW_BUFFERS_SHARES = (1 / 2, 1.0)
+"""Streamed shares that are tried at first with the least number of GPU staging buffers."""
+NOT_MUCH = 0.02
+"""Share of the step's time without offloading that a plan may take besides, so that they are not tried."""
+WORTH_FEW_BUFFERS = 0.002
+"""Share of the step's time that one of these must save to be followed."""
 _ALIKE = 0.005
 """Share of the step's time by which a plan with fewer offloaded layers of weights may be slower."""
 _NEARLY = 0.1
@@ -139,6 +145,7 @@ class Frontier:
         self._forced = forced or Forced()
         if workload.step_early:  # gradients that the host accumulates are final only after the last addition
             self._forced = replace(self._forced, gradients_on_host=False)
+        self._staging_bytes = self._forced.staging_bytes
         self._seen: dict[Choice, Candidate] = {}
         self._probes: set[Choice] = set()
         """Choices that a search came past and whose time was not needed: `unbeaten` does not predict it, either."""
@@ -335,11 +342,34 @@ class Frontier:
         limit_s = best.prediction.step_s * (1 + WORTH_FOLLOWING)
         near = [c for c in starts if c is not best and not excess(c) and c.prediction.step_s < limit_s]
         search.follow([best, *near])
+        self._with_few_buffers(search, budgets)
         if len(self.workload.inventory.buckets) <= FEW_BUCKETS:
             search.gridded(self.candidates)
         fastest_yet = self.best(budgets)
         self._probes |= {c.choice for c in self._seen.values() if c.choice not in before and not c.is_predicted}
         return fastest_yet
+
+    def _with_few_buffers(self, search: PatternSearch[Candidate], budgets: Budgets) -> None:
+        """Search with the least number of GPU staging buffers, unless their bytes are forced.
+
+        More of them take what weights and activations could have, and state that is read early delays weights.
+        """
+        best = self.best(budgets)
+        if best is None or self._forced.staging_bytes is not None:
+            return
+        if best.prediction.step_s <= self.base.prediction.step_s * (1 + NOT_MUCH):
+            return  # there is not much to save
+        self._staging_bytes = self._few_buffers_bytes
+        start = self._weigh(best.choice, on_host=best.choice.gradients_on_host)
+        found = search.best([start, *search.spread(start.choice, FEW_BUFFERS_SHARES)])
+        if found.prediction.step_s < best.prediction.step_s * (1 - WORTH_FEW_BUFFERS):
+            search.follow([found])
+        self._staging_bytes = None
+
+    @cached_property
+    def _few_buffers_bytes(self) -> int:
+        """Return the bytes of the least number of GPU staging buffers, for whatever is streamed."""
+        return MIN_STAGING_BUFFERS * staging_buffer_bytes([streamed_bytes(b) for b in self.workload.inventory.buckets])
 
     def _search(self, excess: Callable[[Candidate], int], free: Callable[[Candidate], int]) -> PatternSearch[Candidate]:
         around = Neighbourhood(self.costs, self._forced, weights_vary=self._sets != [frozenset()])
@@ -431,7 +461,7 @@ class Frontier:
 
     def _settled(self, choice: Choice, *, on_host: bool) -> Choice:
         on_host = on_host and Placement.HOST in choice.placements
-        return replace(choice, gradients_on_host=on_host, staging_bytes=self._forced.staging_bytes)
+        return replace(choice, gradients_on_host=on_host, staging_bytes=self._staging_bytes)
 
     def _climb(self, weights: frozenset[str]) -> None:
         program = self._programs.get(weights) or LinearProgram(self.costs, self._forced, weights)
