@@ -25,7 +25,7 @@ REFUSED = {
     "state_of_another_mesh": "CheckpointError: the saved state of parameter 'scale' is divided over ranks in another",
     "weights_away_beside_their_policy": "ConfigError: FSDP2's CPUOffloadPolicy together with weights=",
     "moved": "ModelError: move() of a sharded model: weight 'scale'",
-    "replaced_by_loading": "ModelError: weight 'blocks.0.norm.weight' of an offloaded layer was replaced",
+    "replaced_by_loading": "ModelError: load_state_dict(assign=True) of a model with offloaded weights",
     "weights_away_of_matrices": "ModelError: weight 'blocks.0.up.weight' is a DTensor of no known FSDP2 module",
     "weights_away_and_stepped_here": f"ConfigError: rank 0 on {platform.node()} and 3 more: weight 'blocks.0.",
     "a_gradient_not_reduced": "ModelError: parameter 'scale' has a gradient that is a DTensor, not placed as",

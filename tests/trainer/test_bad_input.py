@@ -184,8 +184,8 @@ def test_unreadable_data(refused: Cli, tmp_path: Path) -> None:
 
 def test_t01_a_model_that_cannot_fit_is_refused(refused: Cli) -> None:
     """A recipe made for several GPUs, started on a small machine: refused by its sizes, not killed by the system."""
-    parameters = 10**12 * 64 * 2  # input and output embedding; the layers do not count beside them
-    outcome = refused("model.vocab_size=1000000000000", "model.params_dtype=bf16", *offloaded(0.5))
+    parameters = 2**28 * 4096 * 2  # input and output embedding; the layers do not count beside them
+    outcome = refused(f"model.vocab_size={2**28}", "model.hidden_size=4096", "model.params_dtype=bf16", *offloaded(0.5))
     assert re.search(r"the run needs at least [\d,]+ GiB of host memory, and [\d.,]+ GiB are available", outcome.err)
     (count,) = re.findall(r"why: ([\d,]+) parameters", outcome.err)
     assert int(count.replace(",", "")) == pytest.approx(parameters, rel=1e-3)

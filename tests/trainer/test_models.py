@@ -289,7 +289,7 @@ def test_pretrained_folder_that_is_missing_or_broken(tmp_path: Path) -> None:
     [
         ({"hidden_size": -64}, "hidden_size is -64"),
         ({"hidden_size": "64"}, "expected int, got str"),
-        ({"head_dim": -4}, "negative dimension"),
+        ({"head_dim": -4}, "head_dim is -4"),
     ],
 )
 def test_pretrained_folder_with_sizes_that_no_model_has(tmp_path: Path, wrong: dict[str, Any], told: str) -> None:

@@ -402,7 +402,7 @@ def test_a_run_that_was_weighed_chooses_its_mix_by_prediction_within_what_is_fre
     config = configured(*words)
     work = recipe_workload(config, vocab_size=257)
     choice = Choice((), (Keep.KEEP,) * 12)
-    costs = Costs(work, measured(speeds_of(profile("h200")), rates))
+    costs = Costs(work, measured(speeds_of(profile("h200")), rates, work.inventory.as_asked))
     assert found(rates) == best_share(costs, choice, 1.0) > 0.0
     # The run is predicted anew with the rates and what followed from them, and so are its alternatives.
     rows = place_fraction(work.inventory.buckets, 1.0, found(rates)).buckets
@@ -415,7 +415,10 @@ def test_a_run_that_was_weighed_chooses_its_mix_by_prediction_within_what_is_fre
     assert after.predicted is not None
     assert slow.predicted is not None
     own = replace(asked_choice(config, work), placements=tuple(placements))
-    assert after.predicted.step_s == predict(work, own, measured(speeds_of(profile("h200")), rates)).step_s
+    assert (
+        after.predicted.step_s
+        == predict(work, own, measured(speeds_of(profile("h200")), rates, work.inventory.as_asked)).step_s
+    )
     assert after.predicted.device_peak_bytes == required(work, own).device_peak_bytes
     assert len(after.frontier) > 2
     assert min(p.step_s for p in slow.frontier[:2]) > min(p.step_s for p in after.frontier[:2])
