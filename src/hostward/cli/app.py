@@ -458,10 +458,8 @@ def _run(words: list[str], debug: bool) -> int:
             return lost.exit_code
         if debug or not _is_out_of_memory(error):
             raise
-        why, fix = (
-            (str(error) or "the process was given no more of the host's").splitlines()[0],
-            fix_of(error, _LESS_MEMORY),
-        )
+        why, *_ = (str(error) or "the process was given no more of the host's").splitlines()
+        fix = fix_of(error, _LESS_MEMORY)
         ranks.report_error(f"error: out of memory\n  why: {why}\n  fix: {fix}")
         return MemoryLimitError.exit_code
 

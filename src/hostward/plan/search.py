@@ -145,7 +145,6 @@ class Frontier:
         self._forced = forced or Forced()
         if workload.step_early:  # gradients that the host accumulates are final only after the last addition
             self._forced = replace(self._forced, gradients_on_host=False)
-        self._staging_bytes = self._forced.staging_bytes
         self._seen: dict[Choice, Candidate] = {}
         self._probes: set[Choice] = set()
         """Choices that a search came past and whose time was not needed: `unbeaten` does not predict it, either."""
@@ -359,12 +358,11 @@ class Frontier:
             return
         if best.prediction.step_s <= self.base.prediction.step_s * (1 + NOT_MUCH):
             return  # there is not much to save
-        self._staging_bytes = self._few_buffers_bytes
-        start = self._weigh(best.choice, on_host=best.choice.gradients_on_host)
+        few = replace(best.choice, staging_bytes=self._few_buffers_bytes)  # which what it is varied to has as well
+        start = self._weigh(few, on_host=few.gradients_on_host)
         found = search.best([start, *search.spread(start.choice, FEW_BUFFERS_SHARES)])
         if found.prediction.step_s < best.prediction.step_s * (1 - WORTH_FEW_BUFFERS):
             search.follow([found])
-        self._staging_bytes = None
 
     @cached_property
     def _few_buffers_bytes(self) -> int:
@@ -461,7 +459,9 @@ class Frontier:
 
     def _settled(self, choice: Choice, *, on_host: bool) -> Choice:
         on_host = on_host and Placement.HOST in choice.placements
-        return replace(choice, gradients_on_host=on_host, staging_bytes=self._staging_bytes)
+        asked = self._forced.staging_bytes
+        staging_bytes = choice.staging_bytes if asked is None else asked
+        return replace(choice, gradients_on_host=on_host, staging_bytes=staging_bytes)
 
     def _climb(self, weights: frozenset[str]) -> None:
         program = self._programs.get(weights) or LinearProgram(self.costs, self._forced, weights)
