@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -195,17 +196,44 @@ LLAMA = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_
         ({"num_experts_per_tok": -1}, "num_experts_per_tok is -1"),
         ({"pad_token_id": 10**6}, "Padding_idx must be within num_embeddings"),
         ({"rope_theta": "x"}, "TypeError"),
+        ({"rope_theta": math.nan}, "NaN is no number"),
+        (
+            {"intermediate_size": 0},
+            r"a size is 0: the weight model.layers.0.mlp.gate_proj.weight has the shape \(0, 8\)",
+        ),
+        ({"attention_dropout": 5}, "attention_dropout is 5"),
+        ({"attention_dropout": -0.1}, "attention_dropout is -0.1"),
+        ({"num_local_experts": 2, "num_experts_per_tok": 3}, "num_experts_per_tok is 3, and num_local_experts is 2"),
+        ({"num_hidden_layers": 1}, "fix: correct .*config.json: a plan takes two layers or more"),
+        ({"attention_dropout": None}, "fix: correct .*config.json: a plan takes"),
     ],
 )
 def test_sizes_that_no_model_has_are_told_by_name(tmp_path: Path, wrong: dict[str, Any], told: str) -> None:
     """Seen red: errors of transformers and torch with their tracebacks, hours for a million layers or a billion
-    experts, and a plan for heads that cannot be divided into groups.
+    experts, a plan for heads that cannot be divided into groups, for weights without elements and for a dropout of
+    5, and fixes that are arguments in Python.
     """
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"model_type": "llama", **LLAMA, **wrong}))
     with pytest.raises(ModelError, match=told) as caught:
         config_workload(read_model_file(file), sequence_tokens=8)
     assert caught.value.fix
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_what_a_call_returns_does_not_change_the_workload(tmp_path: Path, kind: str) -> None:
+    """Seen red: an error over a tuple without last_hidden_state, and hidden states that no training keeps."""
+
+    def workload(**returned: bool) -> Workload:
+        given: dict[str, Any] = {**LLAMA, "num_key_value_heads": 2, **returned}
+        file = tmp_path / "config.json"
+        if kind == "gemma3":
+            given = {"text_config": given, "vision_config": {"num_hidden_layers": 1}}
+        file.write_text(json.dumps({"model_type": kind, **given}))
+        return config_workload(read_model_file(file), sequence_tokens=8)
+
+    returned = {"return_dict": False, "output_hidden_states": True, "output_attentions": True}
+    assert workload(**returned) == workload()
 
 
 def test_a_misspelt_size_is_not_replaced_by_the_usual_one(tmp_path: Path) -> None:

@@ -17,7 +17,14 @@ from hostward.errors import ModelError
 from hostward.plan.workload import Workload
 from hostward.profiler.workload import workloads_of
 from hostward.runtime.backend import TORCH_DTYPES
-from hostward.trainer.models import describing, meta_model, on_meta, require_sizes, training_loss
+from hostward.trainer.models import (
+    describing,
+    meta_model,
+    on_meta,
+    require_sizes,
+    return_loss_alone,
+    training_loss,
+)
 from hostward.trainer.plan_request import state_format
 
 NAME_ANOTHER = "name a config.json of a causal language model of transformers, or the folder that holds it"
@@ -31,6 +38,7 @@ def trace_recipe(config: Config, vocab_size: int | None, lengths: Sequence[int])
     model = config.model
     return _traced(
         meta_model(config, vocab_size, TORCH_DTYPES[Dtype(model.params_dtype)]),
+        f"choose other options of the model: {_PLANNED}",
         lengths=lengths,
         microbatch_sequences=config.train.micro_batch_size,
         form=state_format(config),
@@ -45,7 +53,8 @@ def trace_config_file(
     Raises ModelError if it is not a causal language model.
     """
     model, name = described_model(file, content, TORCH_DTYPES[dtype])
-    return _traced(model, name=name, microbatch_sequences=microbatch_sequences, lengths=lengths)
+    fix = f"correct {file}: {_PLANNED}; or {NAME_ANOTHER}"
+    return _traced(model, fix, name=name, microbatch_sequences=microbatch_sequences, lengths=lengths)
 
 
 def described_model(file: Path, content: Mapping[str, Any], dtype: torch.dtype) -> tuple[Any, str]:
@@ -73,14 +82,21 @@ def described_model(file: Path, content: Mapping[str, Any], dtype: torch.dtype) 
             fix=NAME_ANOTHER,
         )
     described.use_cache = False
+    return_loss_alone(described)
     with describing(file, f"correct it there, or {NAME_ANOTHER}"):
         model = on_meta(described, dtype)
     attention = model.config._attn_implementation
     return model, kind if attention == "sdpa" else f"{kind} ({attention} attention)"
 
 
-def _traced(model: Any, **options: Any) -> list[Workload]:
-    return workloads_of(model.train(), loss=_loss, **options)
+_PLANNED = "a plan takes two layers or more, in one list, whose forward does not depend on values of tensors"
+
+
+def _traced(model: Any, fix: str, **options: Any) -> list[Workload]:
+    try:
+        return workloads_of(model.train(), loss=_loss, **options)
+    except ModelError as error:  # its fix is for callers of workloads_of
+        raise ModelError(error.what, why=error.why, fix=fix) from error
 
 
 def _loss(model: Any, ids: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ import inspect
 import json
 import math
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -136,11 +137,19 @@ def meta_model(config: Config, vocab_size: int | None, dtype: torch.dtype) -> An
 
 
 def on_meta(described: Any, dtype: torch.dtype) -> Any:
-    """Build the model of a transformers configuration on torch's meta device."""
+    """Build the model of a transformers configuration on torch's meta device.
+
+    Raises ValueError for a weight without elements, as a size of 0 makes it.
+    """
     import torch
 
-    with torch.device("meta"):
-        return empty_model(described, dtype)
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Initializing zero-element tensors")
+        model = empty_model(described, dtype)
+    for name, weight in model.named_parameters():
+        if not weight.numel():
+            raise ValueError(f"a size is 0: the weight {name} has the shape {tuple(weight.shape)}")
+    return model
 
 
 def transformers_config(model: ModelConfig, *, vocab_size: int | None) -> Any:
@@ -285,9 +294,10 @@ _SIZES = {
     "intermediate_size": (0, 1 << 24),
 }
 """Sizes that most models have, by their name, and the least and the most that is built."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _SIZES_OF_SOME = {
     "head_dim": (0, 1 << 16),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), (0, 1 << 16)),
+    **dict.fromkeys((*_EXPERTS, "num_experts_per_tok"), (0, 1 << 16)),
     "moe_intermediate_size": (0, 1 << 24),
 }
 """Those that some models have, and others do not."""
@@ -310,6 +320,9 @@ def _require_sizes(file: Path, given: Mapping[str, Any]) -> None:
         if isinstance(value, int) and not least <= value <= most:
             shown = value if abs(value) < 10**12 else f"a number of {len(str(abs(value)))} digits"
             raise ModelError(f"{file}: {name} is {shown}", fix=f"a whole number from {least} to {most:,}")
+    for name, value in given.items():
+        if "drop" in name and isinstance(value, (int, float)) and not 0 <= value <= 1:
+            raise ModelError(f"{file}: {name} is {value}", why="it is a probability", fix="a number from 0 to 1")
     heads, groups = given.get("num_attention_heads"), given.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(groups, int) and groups and heads % groups:
         raise ModelError(
@@ -317,6 +330,15 @@ def _require_sizes(file: Path, given: Mapping[str, Any]) -> None:
             why="each key and value head serves as many attention heads as each other one",
             fix="a num_key_value_heads that divides num_attention_heads",
         )
+    chosen = given.get("num_experts_per_tok")
+    for name in _EXPERTS:
+        experts = given.get(name)
+        if isinstance(experts, int) and experts and isinstance(chosen, int) and not 1 <= chosen <= experts:
+            raise ModelError(
+                f"{file}: num_experts_per_tok is {chosen}, and {name} is {experts}",
+                why="each token chooses its experts among them",
+                fix=f"a num_experts_per_tok from 1 to {experts}",
+            )
 
 
 def _require_names(file: Path, given: Mapping[str, Any], kind: str) -> None:
@@ -365,6 +387,12 @@ def describing(file: Path, fix: str) -> Iterator[None]:
         raise ModelError(f"{file} does not describe a model", why=why, fix=fix) from error
 
 
+def return_loss_alone(described: Any) -> None:
+    """Let a transformers model return what training reads, by name, and nothing that it would keep for it."""
+    for part in (described, getattr(described, "text_config", described)):
+        part.return_dict, part.output_hidden_states, part.output_attentions = True, False, False
+
+
 def pretrained_config(model: ModelConfig, path: str) -> Any:
     """Return the transformers configuration of a local folder, with the implementations that the options ask for.
 
@@ -383,6 +411,7 @@ def pretrained_config(model: ModelConfig, path: str) -> Any:
         described: Any = AutoConfig.from_pretrained(
             path, local_files_only=True, attn_implementation=model.attn_implementation
         )
+    return_loss_alone(described)
     described._attn_implementation = _attention(model, getattr(described, "layer_types", None) or ())
     if model.architecture == "qwen3_moe":
         described._experts_implementation = model.experts_implementation

@@ -184,12 +184,14 @@ def not_planned(model: ModelFile) -> list[str]:
 
 def read_model_file(path: Path) -> ModelFile:
     """Read a config.json, or that of a folder. Raises ModelError for what is no configuration."""
-    file = path / "config.json" if path.is_dir() else path
+    file = path / "config.json" if os.path.isdir(path) else path
     fix = "name a config.json of a causal language model of transformers, or the folder that holds it"
-    if not file.exists():
+    if not os.path.exists(file):  # also for a name that is too long, for which Path raises
         raise ModelError(f"there is no {file}", why="models are read from disk; nothing is downloaded", fix=fix)
     try:
-        content: Any = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_each_once)
+        content: Any = json.loads(
+            file.read_text(encoding="utf-8"), object_pairs_hook=_each_once, parse_constant=_constant
+        )
         content["model_type"]
     except (KeyError, TypeError) as error:
         why = "it is not a JSON object with a model_type"
@@ -198,6 +200,13 @@ def read_model_file(path: Path) -> ModelFile:
         why = f"{type(error).__name__}: {error}"
         raise ModelError(f"{file} does not describe a model", why=why, fix=fix) from error
     return ModelFile(file, content)
+
+
+def _constant(word: str) -> float:
+    """Return an infinity, which configurations have as a limit. Raises ValueError for NaN."""
+    if word == "NaN":
+        raise ValueError("NaN is no number")
+    return float(word)
 
 
 def _each_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
