@@ -122,6 +122,8 @@ def edited(**changes: Any) -> str:
         (edited(dram_bytes_per_s="fast"), 'dram_bytes_per_s is "fast", not a number'),
         (edited(dram_bytes_per_s=False), "dram_bytes_per_s is false, not a number"),
         (edited(dram_bytes_per_s=0), "dram_bytes_per_s is 0; null means unknown"),
+        (edited(links__0__h2d_bytes_per_s=1e-300), r"links\[0\]\.h2d_bytes_per_s is 1e-300, which no machine has"),
+        (edited(matmul_share=1e300), r"matmul_share is 1e\+300, which no machine has"),
         (edited(dram_bytes_per_s=-1.5), r"dram_bytes_per_s is -1\.5, not a finite number of at least 0"),
         (edited(dram_bytes_per_s=10**400), "dram_bytes_per_s is 10+[.][.][.], which is too large"),
         (edited(dram_bytes_per_s=float("nan")), "NaN is no number"),

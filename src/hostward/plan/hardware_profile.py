@@ -155,6 +155,16 @@ class Hardware:
 _WRITE_ONE = "write one with: hostward bench machine --json FILE"
 
 
+_RATES_OF_GPU = (
+    "bf16_matmul_flops_per_s",
+    "bf16_peak_flops_per_s",
+    "memory_peak_bytes_per_s",
+    "link_peak_bytes_per_s",
+)
+_LEAST_RATE, _MOST_RATE = 1e-9, 1e24
+"""Beyond these a predicted time would be infinite, or none."""
+
+
 def _check(hardware: Hardware) -> None:
     if any(a.copy_bytes >= b.copy_bytes for a, b in pairwise(hardware.links)):
         raise ValueError("links are not in the order of copy_bytes")
@@ -164,10 +174,7 @@ def _check(hardware: Hardware) -> None:
         raise ValueError("gpu_count is 0, but there is a gpu")
     gpu = hardware.gpu
     rates = {
-        "gpu.bf16_matmul_flops_per_s": gpu and gpu.bf16_matmul_flops_per_s,
-        "gpu.bf16_peak_flops_per_s": gpu and gpu.bf16_peak_flops_per_s,
-        "gpu.memory_peak_bytes_per_s": gpu and gpu.memory_peak_bytes_per_s,
-        "gpu.link_peak_bytes_per_s": gpu and gpu.link_peak_bytes_per_s,
+        **({f"gpu.{name}": getattr(gpu, name) for name in _RATES_OF_GPU} if gpu else {}),
         "pinned_s_per_gib": hardware.pinned_s_per_gib,
         "dram_bytes_per_s": hardware.dram_bytes_per_s,
         "host_parameters_per_s": hardware.host_parameters_per_s,
@@ -185,6 +192,8 @@ def _check(hardware: Hardware) -> None:
     for name, rate in rates.items():
         if rate == 0:
             raise ValueError(f"{name} is 0; null means unknown")
+        if rate is not None and not _LEAST_RATE <= rate <= _MOST_RATE:
+            raise ValueError(f"{name} is {rate:g}, which no machine has")
 
 
 def load(path: Path) -> Hardware:
