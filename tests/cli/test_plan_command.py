@@ -514,7 +514,23 @@ def test_a_configuration_may_come_from_a_pipe(cli: Cli) -> None:
         (["--why-not", "--weights 2"], ["--why-not '--weights 2': --weights 2: the model has 2 layers"]),
         (["--why-not", "--json x.json"], ["--why-not '--json x.json': --json is about what is written"]),
         (["--why-not", "--keep '"], ["is not what hostward plan takes", "No closing quotation"]),
-        (["--why-not", ""], ["--why-not '': it varies no flag"]),
+        (["--why-not", " "], ["--why-not ' ': it varies no flag"]),
+        (["--hardware", ""], ["there is an empty word after --hardware", "a variable of the shell"]),
+        (["--hardware="], ["there is an empty word after --hardware"]),
+        (["--recipe", ""], ["there is an empty word after --recipe"]),
+        (["--hardware", "."], ["--hardware . is neither a file nor a shipped profile"]),
+        (["--hardware", "x" * 300], ["is neither a file nor a shipped profile"]),
+        (["--config", "x" * 300], [f"there is no {'x' * 300}"]),
+        (["--json", "x" * 300], ["cannot be written", "File name too long"]),
+        (["--json", "loop"], ["--json loop cannot be written", "Too many levels of symbolic links"]),
+        (["--plot", "misspelt/x.png"], ["--plot misspelt/x.png cannot be written", "Not a directory"]),
+        (["--plot", "picture"], ["does not say which kind of picture", "fix: --plot picture.png"]),
+        (["--json", "x.png", "--plot", "./x.png"], ["--json and --plot both name x.png"]),
+        (["--config", "misspelt", "--json", "misspelt"], ["--config and --json both name misspelt"]),
+        (["--device-memory", "٣GiB"], ["--device-memory ٣GiB is no size"]),
+        (["--place", "="], ["fix: --place '*=device'"]),
+        (["diff", "one.json", "two.json", "--gpus", "2"], ["--gpus has no effect with plan diff"]),
+        (["model.num_layers=1"], ["fix: choose other options of the model: a plan takes two layers or more"]),
         (["--why-not", "--gpus 1,2"], ["asks for several plans"]),
         (["--why-not", "--no-pin", "--gpus", "1,2"], ["--why-not, which are about one plan"]),
         (["dif", "one.json", "two.json"], ["no command 'dif'", "hostward plan diff A.json B.json"]),
@@ -527,11 +543,19 @@ def test_bad_input_ends_with_2(
     monkeypatch.chdir(tmp_path)
     small = [] if words[0] in ("--config", "--recipe", "diff", "dif") else TINY
     Path("misspelt").write_text('{"model_type": "qwen3_mo"}')
+    Path("loop").symlink_to("loop")
     found = cli("plan", *words) if words[0].startswith("dif") else cli("plan", *small, *words)
     assert found.code == 2, found.out
     assert "Traceback" not in found.err
     for text in texts:
         assert text in found.err
+
+
+def test_a_model_of_other_flags_that_is_none_is_theirs(cli: Cli, config_file: Path) -> None:
+    """Seen red: `error: there is no none`, of which flags, nobody said."""
+    found = cli("plan", "--config", config_file, "--seq", "16", "--hardware", "h200", "--why-not", "--config none")
+    assert found.code == 2
+    assert "error: --why-not '--config none': there is no none" in found.err
 
 
 def test_plans_that_are_none_and_hardware_without_a_gpu(cli: Cli, tmp_path: Path) -> None:

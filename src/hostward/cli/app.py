@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from pathlib import Path
@@ -26,6 +26,7 @@ from hostward.cli.output import (
     command_words,
     print_tables,
     removed_on_failure,
+    require_apart,
     require_folder,
     require_replaceable,
     require_writable,
@@ -35,7 +36,7 @@ from hostward.cli.output import (
     write_report,
 )
 from hostward.cli.recipe import DEFAULT_RECIPE, checked, listing
-from hostward.cli.usage import asks_for_help, usage_error, usage_errors
+from hostward.cli.usage import asks_for_help, require_values, usage_error, usage_errors
 from hostward.config.rules.table import captured
 from hostward.config.schema import Config
 from hostward.core.full_device import ALLOCATOR_VARIABLES, EXPANDABLE, fix_of
@@ -133,7 +134,7 @@ def train(
 ) -> None:
     """Train a recipe, and report what was moved, the memory use and the speed."""
     config = checked(recipe, overrides)
-    _require_outputs(json_file, trace_file, dry=dry)
+    _require_outputs(json_file, trace_file, {"--plan": plan_file}, dry=dry)
     planned = None
     if plan_file is not None:
         from hostward.plan.plan_file import load
@@ -189,16 +190,15 @@ def train(
         raise typer.Exit(ExitCode.TERMINATED)
 
 
-def _require_outputs(json_file: Path | None, trace_file: Path | None, *, dry: bool) -> None:
+def _require_outputs(
+    json_file: Path | None, trace_file: Path | None, read: Mapping[str, Path | None], *, dry: bool
+) -> None:
     """Raise ConfigError if a file cannot be written, or will not be."""
     require_writable("--json", json_file)
     require_replaceable("--trace", trace_file)
-    if trace_file is None:
-        return
     with ranks.same_errors_on_all_ranks():
-        if json_file is not None and json_file.resolve() == trace_file.resolve():
-            raise ConfigError(f"--json and --trace both name {trace_file}", fix="name two files")
-        if dry:
+        require_apart({"--json": json_file, "--trace": trace_file}, read)
+        if dry and trace_file is not None:
             raise ConfigError("--trace has no effect with --dry-run", why="no step is run", fix="leave one of them out")
 
 
@@ -470,6 +470,7 @@ def _parsed(words: list[str]) -> Callable[[], None] | int:
     Raises:
         ConfigError: the words are no command line.
     """
+    require_values(words)
     try:
         chosen: Callable[[], None] | int = app(words, standalone_mode=False, prog_name="hostward")
     except usage_errors() as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import re
 import shlex
 import shutil
@@ -56,11 +57,12 @@ def require_writable(option: str, file: Path | None) -> None:
         return
     if file == STDOUT:
         raise ConfigError(f"{option} - names no file", why="only --json writes to standard output", fix="name a file")
-    if not file.resolve().parent.is_dir():
-        raise ConfigError(f"{option} {file}: its folder does not exist", fix=f"mkdir -p {file.parent}")
-    if file.is_dir():
+    # Functions of os.path: those of Path raise for a link to itself, and for a name that is too long.
+    if not os.path.exists(folder := os.path.dirname(os.path.realpath(file))):
+        raise ConfigError(f"{option} {file}: its folder does not exist", fix=f"mkdir -p {shlex.quote(folder)}")
+    if os.path.isdir(file):
         raise ConfigError(f"{option} {file} is a folder", fix=f"name a file, as in {file / 'report.json'}")
-    existed = file.exists()
+    existed = os.path.exists(file)
     try:
         file.open("a").close()
         if not existed:
@@ -74,13 +76,26 @@ def require_replaceable(option: str, file: Path | None) -> None:
     if file is None or file == STDOUT:
         require_writable(option, file)
         return
-    if file.exists() and not file.is_file() and not file.is_dir():
+    if os.path.exists(file) and not os.path.isfile(file) and not os.path.isdir(file):
         raise ConfigError(f"{option} {file} is no plain file", why="it would be replaced", fix="name another file")
     require_writable(option, file)
     try:
-        tempfile.TemporaryFile(dir=file.resolve().parent).close()
+        tempfile.TemporaryFile(dir=os.path.dirname(os.path.realpath(file))).close()
     except OSError as error:
         raise _unwritable(option, file, error) from error
+
+
+def require_apart(written: Mapping[str, Path | None], read: Mapping[str, Path | None]) -> None:
+    """Raise ConfigError if a file to be written is also one of the others; files are by their option."""
+    seen = dict[str, str]()
+    for option, file in {**read, **written}.items():
+        if file is None or file == STDOUT:
+            continue
+        other = seen.setdefault(os.path.realpath(file), option)
+        if other != option and option in written:
+            raise ConfigError(
+                f"{other} and {option} both name {file}", why="one would replace the other", fix="name two files"
+            )
 
 
 def _unwritable(option: str, file: Path, error: OSError) -> ConfigError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -15,6 +16,7 @@ import typer
 from hostward.cli.options import complete_override, complete_recipe
 from hostward.cli.output import (
     STDOUT,
+    require_apart,
     require_replaceable,
     require_writable,
     text_stream,
@@ -197,14 +199,14 @@ def plan(
     Without --hardware an NVIDIA H200 is assumed. `hostward plan diff A B` compares two plans.
     """
     if words and words[0] == "diff":
-        if json_file is not None:
-            raise ConfigError("--json has no effect with plan diff", why="no plan is made", fix="leave it out")
+        for name in _given(context).keys() - {"words"}:
+            raise ConfigError(f"{_flag(name)} has no effect with plan diff", why="no plan is made", fix="leave it out")
         _diff(words[1:])
         return
     if words and difflib.get_close_matches(words[0], ["diff"]):
         raise UnknownNameError(f"hostward plan has no command {words[0]!r}", fix="hostward plan diff A.json B.json")
-    require_replaceable("--json", json_file)
-    require_writable("--plot", plot)
+    written = {"--json": json_file, "--plot": plot}
+    _require_outputs(written, config, hardware)
     from hostward.plan.render import compared, render
     from hostward.plan.solver import require_scipy
 
@@ -222,7 +224,6 @@ def plan(
     chosen_by_hand = bool(place or keep or weights is not None)
     answers, undivided = _answers(counts, flags.asked(read), partial(_answer, plot, json_file, chosen_by_hand))
     varied = f"\n{_beside(answers[0], others, read)}" if others else ""
-    written = {"--plot": plot, "--json": json_file}
 
     def command(count: int, fix: Fix) -> str:
         return flags.of(count).fixed(fix).command(written)
@@ -235,6 +236,25 @@ def plan(
     print(wrapped(f"{notes}{text}"), end="", file=text_stream(json_file))
     if undivided or any(found.chosen is None for found in answers):
         raise typer.Exit(ExitCode.FAILED)
+
+
+_PICTURES = ".png", ".svg", ".pdf"
+
+
+def _require_outputs(written: Mapping[str, Path | None], config: Path | None, hardware: str | None) -> None:
+    """Raise ConfigError for a file that cannot be written, that is read as well, or that is no picture."""
+    json_file, plot = written["--json"], written["--plot"]
+    require_replaceable("--json", json_file)
+    require_writable("--plot", plot)
+    if plot is not None and plot.suffix not in _PICTURES:
+        raise ConfigError(
+            f"--plot {plot} does not say which kind of picture",
+            why=f"its end does, which is {', '.join(_PICTURES)}",
+            fix=f"--plot {shlex.quote(str(plot.with_suffix('.png')))}",
+        )
+    if config is not None and os.path.isdir(config):
+        config /= "config.json"
+    require_apart(written, {"--config": config, "--hardware": None if hardware is None else Path(hardware)})
 
 
 _ASSUMED = (
@@ -425,12 +445,8 @@ def _varied(context: typer.Context, flags: Flags, text: str) -> Flags:
     except (ValueError, usage_errors()) as error:
         why = error.format_message() if isinstance(error, usage_errors()) else str(error)
         raise UnknownNameError(f"--why-not {text!r} is not what hostward plan takes", why=why, fix=may) from error
-    given = {
-        name: value
-        for name, value in parsed.params.items()
-        if (source := parsed.get_parameter_source(name)) is not None and source.name == "COMMANDLINE"
-    }
-    other = sorted(f"--{name.replace('_', '-').removesuffix('-file')}" for name in given.keys() - _FLAGS.keys())
+    given = _given(parsed)
+    other = sorted(map(_flag, given.keys() - _FLAGS.keys()))
     if other or not given or given.get("words", [""])[0] == "diff":
         what = f"{', '.join(other)} is about what is written" if other else "it varies no flag"
         raise UnknownNameError(f"--why-not {text!r}: {what}", fix=may)
@@ -449,6 +465,17 @@ _FLAGS = {
 """Flags by the name of their field; words have none."""
 
 
+def _flag(name: str) -> str:
+    """Return the flag of a parameter, by its name in Python."""
+    return _FLAGS.get(name, f"--{name.replace('_', '-').removesuffix('-file')}")
+
+
+def _given(context: Any) -> dict[str, Any]:
+    """Return the parameters that the command line has, by their name in Python."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {name: context.params[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"}
+
+
 def _beside(found: Answer, others: list[tuple[str, Flags]], read: Callable[[Path], ModelFile]) -> str:
     """Render the answers of other flags beside that of the plan."""
     from hostward.plan.rank_partition import required_of
@@ -459,7 +486,7 @@ def _beside(found: Answer, others: list[tuple[str, Flags]], read: Callable[[Path
     for text, flags in others:
         try:
             question = flags.asked(read)(flags.counts()[0])
-        except ConfigError as error:
+        except HostwardError as error:
             raise type(error)(f"--why-not {text!r}: {error.what}", why=error.why, fix=error.fix) from error
         answers.append((text, answer(question, required_of(question.workload))))
     return beside(found, answers)
@@ -635,7 +662,7 @@ def _hardware(text: str | None) -> Hardware:
     if text in hardware_profile.PROFILES:
         return hardware_profile.profile(text)
     path = Path(text)
-    if not path.exists() and path.suffix != ".json":
+    if os.path.isdir(path) or (not os.path.exists(path) and path.suffix != ".json"):
         closest = difflib.get_close_matches(text, hardware_profile.PROFILES, n=1)
         raise ConfigError(
             f"--hardware {text} is neither a file nor a shipped profile",

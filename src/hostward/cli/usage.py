@@ -31,6 +31,20 @@ def asks_for_help(error: Any) -> bool:
     return type(error).__name__ == "NoArgsIsHelpError"
 
 
+def require_values(words: Sequence[str]) -> None:
+    """Raise ConfigError for an empty word, or a flag with an empty value: as a path it would be this folder."""
+    for before, word in zip(["hostward", *words], words, strict=False):
+        flag, _, value = word.partition("=")
+        if not word or (flag.startswith("--") and "=" in word and not value):
+            empty = ConfigError(
+                f"there is an empty word after {flag or before}",
+                why="a variable of the shell that is not set leaves one",
+                fix="write its value, or leave it out",
+            )
+            empty.everywhere = True
+            raise empty
+
+
 def usage_error(error: Any, app: typer.Typer, words: Sequence[str]) -> ConfigError:
     """Return what, why and fix of a usage error; every rank has the same words."""
     found = _of(error, *_place(error, app, words), words)

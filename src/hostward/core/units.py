@@ -22,7 +22,7 @@ UNKNOWN = "–"
 """Shown where a figure is not known."""
 _MOST_BYTES = 1 << 70
 """More than all machines have together; a float counts much further, but not without end."""
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
 def billions(number: int) -> str:

@@ -279,7 +279,7 @@ def _words(option: str, texts: Sequence[str], cls: type[T]) -> tuple[tuple[str, 
             raise ConfigError(
                 f"{option} {text}: {word!r} is not a known word after =",
                 why=f"they are {', '.join(known)}",
-                fix=f"did you mean {closest}?" if closest else f"{option} '{pattern}={known[0]}'",
+                fix=f"did you mean {closest}?" if closest else f"{option} '{pattern or '*'}={known[0]}'",
             )
         found.append((pattern, cls(word)))
     return tuple(found)
