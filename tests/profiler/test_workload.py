@@ -197,10 +197,8 @@ LLAMA = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_
         ({"pad_token_id": 10**6}, "Padding_idx must be within num_embeddings"),
         ({"rope_theta": "x"}, "TypeError"),
         ({"rope_theta": math.nan}, "NaN is no number"),
-        (
-            {"intermediate_size": 0},
-            r"a size is 0: the weight model.layers.0.mlp.gate_proj.weight has the shape \(0, 8\)",
-        ),
+        ({"intermediate_size": 0}, "intermediate_size is 0"),
+        ({"num_local_experts": 2, "moe_intermediate_size": 0}, "moe_intermediate_size is 0"),
         ({"attention_dropout": 5}, "attention_dropout is 5"),
         ({"attention_dropout": -0.1}, "attention_dropout is -0.1"),
         ({"num_local_experts": 2, "num_experts_per_tok": 3}, "num_experts_per_tok is 3, and num_local_experts is 2"),
@@ -218,6 +216,32 @@ def test_sizes_that_no_model_has_are_told_by_name(tmp_path: Path, wrong: dict[st
     with pytest.raises(ModelError, match=told) as caught:
         config_workload(read_model_file(file), sequence_tokens=8)
     assert caught.value.fix
+
+
+@pytest.mark.parametrize(
+    "content",
+    [{"model_type": "gpt2", "n_layer": 10**6}, {"model_type": "gemma3", "vision_config": {"num_hidden_layers": 10**6}}],
+)
+def test_sizes_by_other_names_are_bounded(tmp_path: Path, content: dict[str, Any]) -> None:
+    """Seen red: a million layers were built, for hours."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(ModelError, match="num_hidden_layers is 1000000"):
+        config_workload(read_model_file(file), sequence_tokens=8)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")
+def test_experts_that_no_token_shares_may_be_none(tmp_path: Path) -> None:
+    """Their weights have no elements, and a plan is made all the same."""
+    content = (
+        CONFIG_MAPPING["deepseek_v3"]().to_dict()
+        | LLAMA
+        | {"num_key_value_heads": 2, "n_shared_experts": 0, "first_k_dense_replace": 0}
+    )
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(content))
+    work = config_workload(read_model_file(file), sequence_tokens=8)
+    assert any(p.numel == 0 and "shared_experts" in p.name for p in work.inventory.parameters)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])

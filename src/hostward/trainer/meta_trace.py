@@ -21,6 +21,7 @@ from hostward.trainer.models import (
     describing,
     meta_model,
     on_meta,
+    require_described,
     require_sizes,
     return_loss_alone,
     training_loss,
@@ -81,6 +82,7 @@ def described_model(file: Path, content: Mapping[str, Any], dtype: torch.dtype) 
             why=f"transformers {transformers.__version__} has none of model type {kind!r}",
             fix=NAME_ANOTHER,
         )
+    require_described(file, described)
     described.use_cache = False
     return_loss_alone(described)
     with describing(file, f"correct it there, or {NAME_ANOTHER}"):

@@ -7,7 +7,6 @@ import inspect
 import json
 import math
 import re
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -137,19 +136,11 @@ def meta_model(config: Config, vocab_size: int | None, dtype: torch.dtype) -> An
 
 
 def on_meta(described: Any, dtype: torch.dtype) -> Any:
-    """Build the model of a transformers configuration on torch's meta device.
-
-    Raises ValueError for a weight without elements, as a size of 0 makes it.
-    """
+    """Build the model of a transformers configuration on torch's meta device."""
     import torch
 
-    with torch.device("meta"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Initializing zero-element tensors")
-        model = empty_model(described, dtype)
-    for name, weight in model.named_parameters():
-        if not weight.numel():
-            raise ValueError(f"a size is 0: the weight {name} has the shape {tuple(weight.shape)}")
-    return model
+    with torch.device("meta"):
+        return empty_model(described, dtype)
 
 
 def transformers_config(model: ModelConfig, *, vocab_size: int | None) -> Any:
@@ -330,15 +321,30 @@ def _require_sizes(file: Path, given: Mapping[str, Any]) -> None:
             why="each key and value head serves as many attention heads as each other one",
             fix="a num_key_value_heads that divides num_attention_heads",
         )
+    _require_experts(file, given)
+
+
+def _require_experts(file: Path, given: Mapping[str, Any]) -> None:
+    name = next((n for n in _EXPERTS if isinstance(given.get(n), int) and given[n] > 0), None)
+    widths = ("moe_intermediate_size", "intermediate_size")[0 if name else 1 :]
+    width = next((w for w in widths if given.get(w) is not None), None)
+    if width is not None and given[width] == 0:
+        raise ModelError(f"{file}: {width} is 0", why="weights of that size have no elements", fix="a size from 1 on")
     chosen = given.get("num_experts_per_tok")
-    for name in _EXPERTS:
-        experts = given.get(name)
-        if isinstance(experts, int) and experts and isinstance(chosen, int) and not 1 <= chosen <= experts:
-            raise ModelError(
-                f"{file}: num_experts_per_tok is {chosen}, and {name} is {experts}",
-                why="each token chooses its experts among them",
-                fix=f"a num_experts_per_tok from 1 to {experts}",
-            )
+    if name is not None and isinstance(chosen, int) and not 1 <= chosen <= given[name]:
+        raise ModelError(
+            f"{file}: num_experts_per_tok is {chosen}, and {name} is {given[name]}",
+            why="each token chooses its experts among them",
+            fix=f"a num_experts_per_tok from 1 to {given[name]}",
+        )
+
+
+def require_described(file: Path, described: Any) -> None:
+    """Raise as `require_sizes` for a transformers configuration, whose file may have sizes by other names."""
+    for part in (described, *(getattr(described, name) for name in described.sub_configs)):
+        if part is not None:
+            given = part.to_dict()
+            _require_sizes(file, given | {name: given.get(own) for name, own in part.attribute_map.items()})
 
 
 def _require_names(file: Path, given: Mapping[str, Any], kind: str) -> None:
