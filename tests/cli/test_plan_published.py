@@ -1,7 +1,8 @@
 """Questions that people asked `hostward plan` about published models, and what was wrong with the first answers.
 
-Needs SciPy, as planning does. Seen red: no search around the limits, a resume with a second copy of the state, and host
-memory that was needed but not named.
+Needs SciPy, as planning does. Seen red: no search around the limits, none from half of the layers offloading some
+tensors or from the fewest layers with offloaded weights, a resume with a second copy of the state, and host memory that
+was needed but not named.
 """
 
 from __future__ import annotations
@@ -54,6 +55,12 @@ def host_gib(printed: str) -> dict[str, float]:
             "--weights 25",
         ),
         ("llama 3.1 8b", "--hardware rtx-4090 --host-memory 128GiB --seq 2048", "--weights 16"),
+        (
+            "llama 3.1 8b",
+            "--hardware h200 --host-memory 192GiB --no-pin --step-early 0.25 --seq 16384 --batch 8 --micro-batch 2",
+            "--weights 8",
+        ),
+        ("qwen3 32b", "--hardware a100-80gb --device-memory 39GiB --seq 16384 --batch 2", "--weights 60"),
     ],
 )
 def test_a_number_of_layers_that_was_faster_than_the_plan_no_longer_is(

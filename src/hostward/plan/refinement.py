@@ -11,6 +11,7 @@ Jeeves, 1961).
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -112,16 +113,17 @@ class Neighbourhood:
     def alike(self, choice: Choice) -> Iterator[Choice]:
         """Return the choice with each treatment for all layers: some do not go with others, so no step leads there.
 
-        The half of the layers that is not recomputed may be kept: the best choices that offload much mix three
-        treatments, and steps from such halves lead there.
+        The half of the layers that is not recomputed may be kept, and that which has but some tensors offloaded may
+        have none: the best choices that offload much mix treatments, and steps from such halves lead there.
         """
+        rest = dict.fromkeys(RECOMPUTED, Keep.KEEP) | {Keep.ELEMENTWISE_OFFLOAD: Keep.ELEMENTWISE}
         for keep in self.treatments:
             keeps = [keep] * len(self.names)
             if keep in LEAVES:
                 keeps[-LAST_STAY:] = [STAYING[keep]] * min(LAST_STAY, len(keeps))
             half = len(keeps) // 2
-            mixed = [*keeps[:half], *[Keep.KEEP] * (len(keeps) - half)]
-            for each in (keeps, mixed) if keep in RECOMPUTED else (keeps,):
+            mixed = [*keeps[:half], *[rest.get(keep, keep)] * (len(keeps) - half)]
+            for each in (keeps, mixed) if keep in rest else (keeps,):
                 treated = tuple(self.forced.activations.get(i, keep) for i, keep in enumerate(each))
                 if self._allowed(treated) and treated != choice.activations:
                     yield replace(choice, activations=treated)
@@ -326,9 +328,9 @@ class PatternSearch(Generic[J]):
         `shares`: streamed shares to try with each. Those that cannot be worth following are left out.
         """
         around, made = self.neighbourhood, list[tuple[Choice, list[J]]]()
-        numbers = sorted({round(part * around.most_away) for part in AWAY})
+        numbers = {round(part * around.most_away) for part in AWAY}
         for treated in (start, *around.alike(start)):
-            for choice in (around.away(treated, number) for number in numbers):
+            for choice in (around.away(treated, n) for n in sorted(numbers | {self._fewest_away(treated)})):
                 made.append((choice, self.filled(choice, shares)))
         made.sort(key=lambda pair: min(map(self._bound, pair[1])))
         found = list[J]()
@@ -342,6 +344,17 @@ class PatternSearch(Generic[J]):
                 best = self.best([best, *self.filled(choice, (max(0.0, share - distance), min(1.0, share + distance)))])
             found.append(best)
         return found
+
+    def _fewest_away(self, choice: Choice) -> int:
+        """Return how many layers' weights must be offloaded if all state is on the host; the most if none fits."""
+        around = self.neighbourhood
+
+        def fits(number: int) -> bool:
+            tried = around.placed(around.away(choice, number), 1.0, 0.0)
+            places = (place for place in self.places if place not in self.hopeless)
+            return any(not self.excess_bytes(self.judge(tried, place)) for place in places)
+
+        return bisect_left(range(around.most_away), True, key=fits)
 
     def _bound(self, judged: J) -> tuple[int, float]:
         """Return the bytes beyond the budgets, and the lower bound of the step's time."""

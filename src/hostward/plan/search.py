@@ -336,7 +336,8 @@ class Frontier:
         apart: dict[tuple[bool, tuple[Keep, ...]], list[Candidate]] = {}
         for found in [start, *spread]:
             apart.setdefault((bool(found.choice.offloaded_weights), found.choice.activations[:1]), []).append(found)
-        starts = [search.best(alike) for alike in apart.values()]
+        # The best of its kind may lead less far than the first of all.
+        starts = list({c.choice: c for c in (start, *map(search.best, apart.values()))}.values())
         best = search.best(starts)
         limit_s = best.prediction.step_s * (1 + WORTH_FOLLOWING)
         near = [c for c in starts if c is not best and not excess(c) and c.prediction.step_s < limit_s]
