@@ -161,7 +161,7 @@ _RATES_OF_GPU = (
     "memory_peak_bytes_per_s",
     "link_peak_bytes_per_s",
 )
-_LEAST_RATE, _MOST_RATE = 1e-9, 1e24
+_LEAST_RATE, _MOST_RATE = 1e-3, 1e24
 """Beyond these a predicted time would be infinite, or none."""
 
 
