@@ -1,11 +1,11 @@
 """Search for faster choices within budgets by the exact memory model and the predicted time. No torch.
 
 The frontier's linear program knows times and bytes approximately, and no more than a few numbers of offloaded layers.
-Here each treatment of all layers, or of half of them where it recomputes layers, is tried with several numbers of
-layers whose weights are offloaded and several streamed shares, each with the least state offloaded that the device's
-memory allows. From the best of them, of several kinds, one decision is varied at a time, or two that trade memory with
-each other, in steps that get smaller, as long as the predicted step gets shorter (a pattern search, as of Hooke and
-Jeeves, 1961).
+Here each treatment of all layers, and some of half of them, is tried with several numbers of layers whose weights are
+offloaded, the fewest that fit among them, and several streamed shares, each with the least state offloaded that the
+device's memory allows. From the best of them, of several kinds, one decision is varied at a time, or two that trade
+memory with each other, in steps that get smaller, as long as the predicted step gets shorter (a pattern search, as of
+Hooke and Jeeves, 1961).
 """
 
 from __future__ import annotations
