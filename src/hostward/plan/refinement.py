@@ -45,7 +45,7 @@ save to be followed.
 """
 SLACK = 0.01
 """Share of the step's time by which a variation's lower bound may tell less of it than that of the varied choice."""
-FOLLOWED = (4, 2, 2, 1, 1)
+FOLLOWED = (4, 3, 2, 1, 1)
 """Numbers of the best choices from which variations of each of these sizes are tried."""
 
 
