@@ -76,14 +76,15 @@ def a_slot_off(row: Any) -> bool:
 
 
 FORMATS = "2026-11-29-scaling-two-24-layers-formats"
+ON_FOUR = "2026-11-29-scaling-four-whole-formats-h200"
 
 
 def nearly_all_streamed(row: Any) -> bool:
-    """Two GPUs with 98 % of the state streamed used 4.3 % less than is predicted: all sharded gradients are on them at
-    the end of backward, and the model counts a layer's whole gradient besides.
+    """Two GPUs with 98 % of the state streamed used 4.3 % less than is predicted, four 3.6 %: all sharded gradients are
+    on them at the end of backward, and the model counts a layer's whole gradient besides.
     """
-    name = "fp8-moments-bf16" if "own-rates" in row.file else "fp8-moments "
-    return row.file.startswith(FORMATS) and name in row.row and 0.0 < row.device_error < 0.045
+    name = "fp8-moments-bf16" if "own-rates" in row.file or row.file.startswith(ON_FOUR) else "fp8-moments "
+    return row.file.startswith((FORMATS, ON_FOUR)) and name in row.row and 0.0 < row.device_error < 0.045
 
 
 def test_predicted_bytes_are_those_that_were_measured(rows: list[Any]) -> None:
@@ -102,7 +103,7 @@ def test_most_of_them_are_far_closer(rows: list[Any]) -> None:
     near |= {row.file: 0.005 for row in rows if "step-everybody" in row.file}
     near |= {row.file: 0.025 for row in rows if row.file.startswith(FORMATS)}
     usual = [row for row in rows if not (in_one_memory(row) or a_slot_off(row) or nearly_all_streamed(row))]
-    assert len(rows) - len(usual) == 18
+    assert len(rows) - len(usual) == 19
     assert all(abs(row.device_error) < near.get(row.file, 0.002 if row.gpus == 1 else 0.02) for row in usual)
     assert all(abs(row.host_error or 0.0) < 0.002 for row in rows)
 
@@ -135,6 +136,8 @@ def test_seconds_of_runs_and_of_several_gpus_are_near_those_that_were_measured()
     # All FP8 moments streamed; and with 42 % of them stepped by the CPU, on a host that read, modified and wrote 5 G
     # parameters/s just then, where the other rows of that file have 6 to 8.
     near |= {f"{FORMATS}-h200": 0.12}
+    # Moments in bf16 on four GPUs: single steps of these two rows differ by 14 and 18 %.
+    near |= {ON_FOUR: 0.16}
     slow = [row for row in found if row.file == f"{FORMATS}-h200" and "fp8-moments-bf16" in row.row]
     assert len(slow) == 1
     assert all(abs(row.error) < near.get(row.file, 0.1) for row in found if row not in slow)
