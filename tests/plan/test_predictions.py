@@ -127,18 +127,31 @@ def test_seconds_of_runs_and_of_several_gpus_are_near_those_that_were_measured()
     near = {"2026-11-23-scaling-two-8k-balanced": 0.22}  # its host became slower in the middle of the run
     # Two H100 beside hosts whose memory gave 147 and 165 GB/s; the profile is that of an H200's host.
     near |= {"2026-11-25-scaling-two-h100-held": 0.22, "2026-11-25-scaling-two-h100-whole": 0.16}
-    # Four GPUs beside a host that read, modified and wrote 9 to 10 G parameters/s, where the profile says 6.3.
+    # Four GPUs beside a host that read, modified and wrote 9 to 10 G parameters/s, where the profile says 7.2.
     near |= {"2026-11-26-scaling-four-24-layers-8k": 0.15, "2026-11-26-scaling-four-all-steps": 0.12}
-    near |= {"2026-11-26-scaling-four-whole": 0.11, "2026-11-26-recipe-30b-a3b-whole-four-h200": 0.12}
+    near |= {"2026-11-26-scaling-four-whole": 0.12, ON_FOUR: 0.11}
     # Torch's allocator gave memory back in every iteration of these.
     retried = "2026-11-23-recipe-30b-a3b-24-layers-two-h200"
-    near |= {retried: 0.16, f"{retried}-retries": 0.21, f"{retried}-expandable": 0.29}
+    near |= {retried: 0.18, f"{retried}-retries": 0.23, f"{retried}-expandable": 0.31}
+    near |= {f"{retried}-host-gradients": 0.11}
     # All FP8 moments streamed; and with 42 % of them stepped by the CPU, on a host that read, modified and wrote 5 G
     # parameters/s just then, where the other rows of that file have 6 to 8.
     near |= {f"{FORMATS}-h200": 0.12}
-    # Moments in bf16 on four GPUs: single steps of these two rows differ by 14 and 18 %.
-    near |= {ON_FOUR: 0.16}
     slow = [row for row in found if row.file == f"{FORMATS}-h200" and "fp8-moments-bf16" in row.row]
     assert len(slow) == 1
     assert all(abs(row.error) < near.get(row.file, 0.1) for row in found if row not in slow)
     assert sum("recipe" in row.file for row in found) == 8
+
+
+@pytest.mark.usefixtures("programs", "runs_once")
+def test_seconds_of_each_format_follow_from_rates_that_its_row_measured() -> None:
+    """Seen red: 11 to 26 % too fast, while the CPU step was predicted by its bytes, and measured as it is."""
+    import prediction_times
+
+    files = [BENCHMARKS / "results" / f"{name}.json" for name in (f"{FORMATS}-own-rates-h200", ON_FOUR)]
+    found = prediction_times.rows_of(files, profile("h200"), own_rates=True)
+    # From forward to the next these two took half a second more than all others of their run; their steps vary.
+    slowed = [row for row in found if row.file == ON_FOUR and ("all-bf16" in row.row or "bf16-moments" in row.row)]
+    assert (len(found), len(slowed)) == (11, 2)
+    assert all(abs(row.error) < 0.05 for row in found if row not in slowed)
+    assert all(-0.19 < row.error < 0 for row in slowed)
