@@ -9,7 +9,8 @@ activations.py the mean of iterations issued back to back where there is an `alo
 of iterations each waited for. Of a run it is the median of its iterations but the first and the last. Of several GPUs
 it is that of the slowest; memory that torch's allocator gives back and takes again is not timed. Several GPUs that the
 hardware file is not of are predicted with the rate of their memory, by the vendor, and else with that file. With
-`--own-rates` rows of scaling.py are predicted with the rates of copies and CPU step that each measured before it began.
+`--own-rates` rows of scaling.py are predicted with the rates of copies and CPU step that each measured before it began,
+and those that measured none are left out.
 Left out are weights on the host, serial schedules, deterministic kernels, rows with another number of threads, and rows
 of scaling.py that do not tell rates (they are of versions with other slots).
 """
@@ -21,7 +22,7 @@ import json
 import re
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from training_row import STATES, row_options
 from machine import describe
 
 RESULTS = Path(__file__).parent / "results"
+_RATES = {field.name for field in fields(Rates)}
 _ROW = re.compile(
     rf"(?:(?:host|streamed|auto|mix[\d.]+):)?[\d.]+(?:\+(?:{'|'.join(STATES)}))?(?:\+calm(?:\+early[\d.]*)?)?"
 )
@@ -109,6 +111,8 @@ def scaling_rows(name: str, content: dict[str, Any], hardware: Hardware, *, own_
         if row["status"] == "ok" and not deterministic and not threads and tells_rates(row):
             work, choice = scaled(content, row)
             rates = row["of_ranks"][0]["rates"] if own_rates else None
+            if own_rates and row["fraction"] and set(rates or ()) != _RATES:
+                continue  # a share that was given, or an older version
             speeds = measured(machine, Rates(**rates), work.inventory.as_asked) if rates else machine
             predicted = predict(work, choice, speeds)
             yield Row(name, scaled_name(content, row), row["length"], row["step_s"], predicted.step_s, ranks)
