@@ -8,7 +8,9 @@ of activations.py have no optimizer; what the prediction has of it is taken off.
 activations.py the mean of iterations issued back to back where there is an `alone_s` besides, in older files the median
 of iterations each waited for. Of a run it is the median of its iterations but the first and the last. Of several GPUs
 it is that of the slowest; memory that torch's allocator gives back and takes again is not timed. Several GPUs that the
-hardware file is not of are predicted with the rate of their memory, by the vendor, and else with that file.
+hardware file is not of are predicted with the rate of their memory, by the vendor, and else with that file. With
+`--own-rates` rows of scaling.py are predicted with the rates of copies and CPU step that each measured before it began,
+and those that measured none are left out.
 Left out are weights on the host, serial schedules, deterministic kernels, rows with another number of threads, and rows
 of scaling.py that do not tell rates (they are of versions with other slots).
 """
@@ -20,13 +22,14 @@ import json
 import re
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from activations import row_of
+from hostward.core.host_limits import Rates
 from hostward.core.placement import Placement, place_fraction
-from hostward.plan.cost_model import Speeds, speeds_of
+from hostward.plan.cost_model import Speeds, measured, speeds_of
 from hostward.plan.decisions import Choice, Keep
 from hostward.plan.hardware_profile import PROFILES, Hardware, load, profile, profile_of
 from hostward.plan.step_time import predict
@@ -36,6 +39,7 @@ from training_row import STATES, row_options
 from machine import describe
 
 RESULTS = Path(__file__).parent / "results"
+_RATES = {field.name for field in fields(Rates)}
 _ROW = re.compile(
     rf"(?:(?:host|streamed|auto|mix[\d.]+):)?[\d.]+(?:\+(?:{'|'.join(STATES)}))?(?:\+calm(?:\+early[\d.]*)?)?"
 )
@@ -100,12 +104,17 @@ def activation_rows(name: str, content: dict[str, Any], speeds: Speeds) -> Itera
         yield Row(name, row["row"], content["tokens"], row["step_s"], predicted)
 
 
-def scaling_rows(name: str, content: dict[str, Any], hardware: Hardware) -> Iterator[Row]:
-    speeds, ranks = speeds_of(hardware, content["ranks"]), content["ranks"]
+def scaling_rows(name: str, content: dict[str, Any], hardware: Hardware, *, own_rates: bool) -> Iterator[Row]:
+    machine, ranks = speeds_of(hardware, content["ranks"]), content["ranks"]
     for row in content["rows"]:
         deterministic, threads = "same" in row, "@" in row.get("mix", "")
         if row["status"] == "ok" and not deterministic and not threads and tells_rates(row):
-            predicted = predict(*scaled(content, row), speeds)
+            work, choice = scaled(content, row)
+            rates = row["of_ranks"][0]["rates"] if own_rates else None
+            if own_rates and row["fraction"] and set(rates or ()) != _RATES:
+                continue  # a share that was given, or an older version
+            speeds = measured(machine, Rates(**rates), work.inventory.as_asked) if rates else machine
+            predicted = predict(work, choice, speeds)
             yield Row(name, scaled_name(content, row), row["length"], row["step_s"], predicted.step_s, ranks)
 
 
@@ -127,13 +136,13 @@ def with_memory_of(result: dict[str, Any], hardware: Hardware) -> Hardware:
     return replace(hardware, gpu=replace(hardware.gpu, memory_peak_bytes_per_s=shipped.gpu.memory_peak_bytes_per_s))
 
 
-def rows_of(files: Sequence[Path], hardware: Hardware) -> list[Row]:
+def rows_of(files: Sequence[Path], hardware: Hardware, *, own_rates: bool = False) -> list[Row]:
     found: list[Row] = []
     speeds = speeds_of(hardware)
     for path in files:
         content = json.loads(path.read_text())
         if content.get("benchmark") == "scaling":
-            found += scaling_rows(path.stem, content, with_memory_of(content, hardware))
+            found += scaling_rows(path.stem, content, with_memory_of(content, hardware), own_rates=own_rates)
         if "device_peak_bytes" in content.get("memory", {}):
             found += [row for row in [run_row(path.stem, content, hardware)] if row is not None]
         if "rows" not in content or not isinstance(content.get("shape"), dict):
@@ -149,12 +158,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("--hardware", default="h200")
+    parser.add_argument("--own-rates", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     names = ("*step*.json", "*activations*.json", "*scaling*.json", "*recipe*.json")
     files = arguments.files or sorted({path for pattern in names for path in RESULTS.glob(pattern)})
     name = arguments.hardware
-    rows = rows_of(files, profile(name) if name in PROFILES else load(Path(name)))
+    rows = rows_of(files, profile(name) if name in PROFILES else load(Path(name)), own_rates=arguments.own_rates)
     width = max(len(row.file) for row in rows)
     print(f"{'result':{width}}  {'row':28} {'tokens':>6} {'measured ms':>11} {'predicted ms':>12} {'error':>7}")
     for row in rows:
@@ -169,6 +179,7 @@ def main() -> None:
             "benchmark": "prediction times",
             "machine": describe(),
             "hardware": name,
+            "own_rates": arguments.own_rates,
             "rows": [{**asdict(row), "error": row.error} for row in rows],
         }
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -74,13 +74,13 @@ def test_a_number_of_layers_that_was_faster_than_the_plan_no_longer_is(
 
 
 def test_little_memory_is_not_spent_on_staging_buffers(asked: Asked, tmp_path: Path) -> None:
-    """Seen red: 4.11 s, with as many buffers as backward frees memory for, which weights and activations could have."""
+    """Seen red: 4.65 s, with as many buffers as backward frees memory for, which weights and activations could have."""
     words = f"--hardware a100-80gb --device-memory 9.27GiB --host-memory 112.18GiB --step-early 1 {BF16}"
     sizes = "--seq 2048 --batch 2 --micro-batch 2"
     asked("llama 3.1 8b", *f"{words} {sizes}".split(), "--json", str(tmp_path / "plan.json"))
     plan = plan_file.load(tmp_path / "plan.json")
     assert plan.staging_bytes is not None
-    assert plan.predicted.step_s < 4.0
+    assert plan.predicted.step_s < 4.4
 
 
 def test_a_run_that_fits_can_resume(asked: Asked) -> None:

@@ -88,7 +88,7 @@ def test_what_was_measured_stands_in_for_the_profile() -> None:
 
 
 def test_rates_are_of_the_state_that_was_measured() -> None:
-    """Seen red: fewer bytes made the step faster a second time."""
+    """Seen red: fewer bytes made the step faster a second time, in the search and in what is predicted."""
     for moments in (Dtype.BF16, Dtype.FP8):
         parameters, form = SMALL.inventory.parameters, StateFormat(moments, moments)
         workload = replace(SMALL, inventory=Inventory(parameters, cut_buckets(parameters, form=form)))
@@ -97,3 +97,4 @@ def test_rates_are_of_the_state_that_was_measured() -> None:
         costs = Costs(workload, measured(H200, Rates(3e9, 80e9, 2e9, 40e9, 50e9), bucket))
         seconds = dict(zip(workload.inventory.buckets, costs.host_s, strict=True))
         assert seconds[bucket] == pytest.approx(bucket.numel / 3e9)
+        assert costs.moved(chosen(workload, 1.0)).host_s == pytest.approx(sum(costs.host_s))

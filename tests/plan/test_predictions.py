@@ -76,14 +76,15 @@ def a_slot_off(row: Any) -> bool:
 
 
 FORMATS = "2026-11-29-scaling-two-24-layers-formats"
+ON_FOUR = "2026-11-29-scaling-four-whole-formats-h200"
 
 
 def nearly_all_streamed(row: Any) -> bool:
-    """Two GPUs with 98 % of the state streamed used 4.3 % less than is predicted: all sharded gradients are on them at
-    the end of backward, and the model counts a layer's whole gradient besides.
+    """Two GPUs with 98 % of the state streamed used 4.3 % less than is predicted, four 3.6 %: all sharded gradients are
+    on them at the end of backward, and the model counts a layer's whole gradient besides.
     """
-    name = "fp8-moments-bf16" if "own-rates" in row.file else "fp8-moments "
-    return row.file.startswith(FORMATS) and name in row.row and 0.0 < row.device_error < 0.045
+    name = "fp8-moments-bf16" if "own-rates" in row.file or row.file.startswith(ON_FOUR) else "fp8-moments "
+    return row.file.startswith((FORMATS, ON_FOUR)) and name in row.row and 0.0 < row.device_error < 0.045
 
 
 def test_predicted_bytes_are_those_that_were_measured(rows: list[Any]) -> None:
@@ -102,7 +103,7 @@ def test_most_of_them_are_far_closer(rows: list[Any]) -> None:
     near |= {row.file: 0.005 for row in rows if "step-everybody" in row.file}
     near |= {row.file: 0.025 for row in rows if row.file.startswith(FORMATS)}
     usual = [row for row in rows if not (in_one_memory(row) or a_slot_off(row) or nearly_all_streamed(row))]
-    assert len(rows) - len(usual) == 18
+    assert len(rows) - len(usual) == 19
     assert all(abs(row.device_error) < near.get(row.file, 0.002 if row.gpus == 1 else 0.02) for row in usual)
     assert all(abs(row.host_error or 0.0) < 0.002 for row in rows)
 
@@ -126,12 +127,13 @@ def test_seconds_of_runs_and_of_several_gpus_are_near_those_that_were_measured()
     near = {"2026-11-23-scaling-two-8k-balanced": 0.22}  # its host became slower in the middle of the run
     # Two H100 beside hosts whose memory gave 147 and 165 GB/s; the profile is that of an H200's host.
     near |= {"2026-11-25-scaling-two-h100-held": 0.22, "2026-11-25-scaling-two-h100-whole": 0.16}
-    # Four GPUs beside a host that read, modified and wrote 9 to 10 G parameters/s, where the profile says 6.3.
+    # Four GPUs beside a host that read, modified and wrote 9 to 10 G parameters/s, where the profile says 7.2.
     near |= {"2026-11-26-scaling-four-24-layers-8k": 0.15, "2026-11-26-scaling-four-all-steps": 0.12}
-    near |= {"2026-11-26-scaling-four-whole": 0.11, "2026-11-26-recipe-30b-a3b-whole-four-h200": 0.12}
+    near |= {"2026-11-26-scaling-four-whole": 0.12, ON_FOUR: 0.11}
     # Torch's allocator gave memory back in every iteration of these.
     retried = "2026-11-23-recipe-30b-a3b-24-layers-two-h200"
-    near |= {retried: 0.16, f"{retried}-retries": 0.21, f"{retried}-expandable": 0.29}
+    near |= {retried: 0.18, f"{retried}-retries": 0.23, f"{retried}-expandable": 0.31}
+    near |= {f"{retried}-host-gradients": 0.11}
     # All FP8 moments streamed; and with 42 % of them stepped by the CPU, on a host that read, modified and wrote 5 G
     # parameters/s just then, where the other rows of that file have 6 to 8.
     near |= {f"{FORMATS}-h200": 0.12}
@@ -139,3 +141,17 @@ def test_seconds_of_runs_and_of_several_gpus_are_near_those_that_were_measured()
     assert len(slow) == 1
     assert all(abs(row.error) < near.get(row.file, 0.1) for row in found if row not in slow)
     assert sum("recipe" in row.file for row in found) == 8
+
+
+@pytest.mark.usefixtures("programs", "runs_once")
+def test_seconds_of_each_format_follow_from_rates_that_its_row_measured() -> None:
+    """Seen red: 11 to 26 % too fast, while the CPU step was predicted by its bytes, and measured as it is."""
+    import prediction_times
+
+    files = [BENCHMARKS / "results" / f"{name}.json" for name in (f"{FORMATS}-own-rates-h200", ON_FOUR)]
+    found = prediction_times.rows_of(files, profile("h200"), own_rates=True)
+    # From forward to the next these two took half a second more than all others of their run; their steps vary.
+    slowed = [row for row in found if row.file == ON_FOUR and ("all-bf16" in row.row or "bf16-moments" in row.row)]
+    assert (len(found), len(slowed)) == (11, 2)
+    assert all(abs(row.error) < 0.05 for row in found if row not in slowed)
+    assert all(-0.19 < row.error < 0 for row in slowed)

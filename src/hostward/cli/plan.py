@@ -104,7 +104,7 @@ Host = Annotated[
     typer.Option(
         "--host-memory",
         metavar="SIZE",
-        help="Of the machine, all GPUs together.",
+        help="Of the machine, all GPUs together: all of it is used, so give what `free` reports as available.",
         show_default="what a measured machine has, less a tenth; else no limit",
     ),
 ]

@@ -55,8 +55,7 @@ def require_fewer(count: int | None, layers: int) -> None:
     """Raise ConfigError unless `count` first layers leave out the last one of `layers`. None: all but the last."""
     if count is not None and not 0 < count < layers:
         raise ConfigError(
-            f"CPU offloading can be done only for layers less than {layers}, the number that the model has: "
-            f"{count} were asked for",
+            f"{count} layers were asked for, and of a model of {layers} at most {max(0, layers - 1)} can be offloaded",
             why="the last layer stays, because its backward begins as soon as its forward ends",
             fix=f"give a number of first layers from 1 to {layers - 1}" if layers > 1 else "a model with more layers",
         )

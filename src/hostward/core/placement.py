@@ -10,7 +10,7 @@ from enum import StrEnum
 from itertools import accumulate
 
 from hostward.core.host_limits import Rates
-from hostward.core.inventory import Bucket, MasterKind, StateFormat, state_bytes_per_element
+from hostward.core.inventory import Bucket, Dtype, MasterKind, state_bytes_per_element
 from hostward.errors import ConfigError
 
 
@@ -294,18 +294,16 @@ this constant says 1.43.
 """
 
 
-def step_speed(bucket: Bucket) -> float:
-    """Return how many times as fast a bucket is stepped on the CPU because its state is smaller.
+def step_speed(bucket: Bucket, *, gradients_in_fp32: bool = False) -> float:
+    """Return how many times as fast as bf16 weights with fp32 moments a bucket is stepped on the CPU.
 
     Of a machine whose rate with that state is not measured: memory bandwidth decides it, and arithmetic.
     """
-    usual = StateFormat(split_master=bucket.form.split_master)
-    fp32 = state_bytes_per_element(usual.master_kind(bucket.dtype))
-    saved = host_step_bytes(state_bytes=fp32, weight_bytes=0) - host_step_bytes(
-        state_bytes=bucket.state_element_bytes, weight_bytes=0
-    )
-    usual_bytes = HOST_STEP_BYTES + ARITHMETIC_BYTES
-    return usual_bytes / (usual_bytes - saved)
+    weight_bytes = bucket.dtype.itemsize_bytes
+    moved_bytes = host_step_bytes(state_bytes=bucket.state_element_bytes, weight_bytes=weight_bytes)
+    if gradients_in_fp32:
+        moved_bytes += Dtype.FP32.itemsize_bytes - weight_bytes
+    return (HOST_STEP_BYTES + ARITHMETIC_BYTES) / (moved_bytes + ARITHMETIC_BYTES)
 
 
 def streamed_share_of(

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 from hostward.core.host_limits import Rates
-from hostward.core.inventory import Bucket, MasterKind
+from hostward.core.inventory import Bucket
 from hostward.core.placement import HOST_STEP_BYTES, Placement, last_of, sharing, step_speed, streamed_share_of
 from hostward.errors import ConfigError
 from hostward.plan.decisions import ELEMENTWISE, LEAVES, RECOMPUTED, Choice, Keep
@@ -41,7 +41,7 @@ between GPUs is assumed, which is fast enough to overlap with a layer.
 """
 LAYER_S = 150e-6
 """Seconds that one pass over a layer takes beyond its operations and traffic: kernels that do not fill the device."""
-GUESS_SECONDS = 1.35
+GUESS_SECONDS = 1.25
 """Seconds of a CPU optimizer step during backward (`step_early`) over those of one in place."""
 COPY_S = 13e-6
 """Seconds that a copy takes beyond its bytes."""
@@ -366,7 +366,7 @@ class Costs:
         names = [cost.layer.name for cost in self.layers]
         self._places = {name: i for i, name in reversed(list(enumerate(names)))}
         self.numels = [bucket.numel for bucket in workload.inventory.buckets]
-        self._buckets = [_bucket_bytes(bucket) for bucket in workload.inventory.buckets]
+        self._buckets = _bucket_costs(workload, speeds)
         self.weight_bytes = [bucket.weight_bytes for bucket in self._buckets]
         self.state_bytes = [bucket.state_bytes for bucket in self._buckets]
         self.host_bytes = [bucket.host_bytes for bucket in workload.inventory.buckets]
@@ -482,10 +482,7 @@ class Costs:
     @cached_property
     def host_s(self) -> Sequence[float]:
         """Return the seconds of each bucket's CPU optimizer step."""
-        buckets, rate = self.workload.inventory.buckets, self.speeds.host_parameters_per_s
-        kinds = {(b.kind, b.dtype, b.form): b for b in buckets}
-        speeds = {kind: step_speed(bucket) for kind, bucket in kinds.items()}
-        return [b.numel / rate / speeds[b.kind, b.dtype, b.form] for b in buckets]
+        return [bucket.host_s for bucket in self._buckets]
 
     @cached_property
     def sharing(self) -> Sequence[Sequence[int]]:
@@ -507,9 +504,9 @@ class Costs:
                 found += self._units_of[key]
         return self._units[choice.placements]
 
-    def _made(self, buckets: Sequence[_BucketBytes], placements: Sequence[Placement]) -> list[Unit]:
+    def _made(self, buckets: Sequence[_BucketCost], placements: Sequence[Placement]) -> list[Unit]:
         """Return the units of neighbouring buckets of one layer: those of a placement while they are few parameters."""
-        found, runs = list[Unit](), dict[Placement, list[_BucketBytes]]()
+        found, runs = list[Unit](), dict[Placement, list[_BucketCost]]()
         numels, on_device = dict.fromkeys(Placement, 0), Placement.DEVICE
         for bucket, placement in zip(buckets, placements, strict=True):
             run = runs.setdefault(placement, [])
@@ -615,13 +612,12 @@ class Costs:
         """Return a lower bound on the seconds in which three lanes that share bandwidth do this work."""
         return max([(d * d2h_s + h * h2d_s + c * host_s) / most for (d, h, c), most in self._weighed])
 
-    def _unit(self, placement: Placement, run: Sequence[_BucketBytes]) -> Unit:
+    def _unit(self, placement: Placement, run: Sequence[_BucketCost]) -> Unit:
         speeds = self.speeds
         numel = sum([b.numel for b in run])
         weights = sum([b.weight_bytes for b in run])
         state = sum([b.state_bytes for b in run])
         gradients = SUM_BYTES * numel if self.workload.gradients_in_fp32 else weights
-        host_bytes = gradients + 2 * state + sum([b.source_bytes for b in run])
         # Where the host accumulates gradients they are offloaded as they are made, else as they are kept.
         summed = gradients if self.workload.reduced_in_fp32 else weights
         added_s = (summed + 2 * SUM_BYTES * numel) / HOST_STEP_BYTES / speeds.host_parameters_per_s
@@ -633,7 +629,7 @@ class Costs:
             state,
             max([b.state_bytes for b in run]),
             gradients,
-            host_bytes / HOST_STEP_BYTES / speeds.host_parameters_per_s,
+            sum([b.host_s for b in run]),
             (gradients + 2 * state + 2 * weights) / speeds.traffic_bytes_per_s,
             speeds.copy_s(weights, speeds.h2d_bytes_per_s),
             speeds.copy_s(state, speeds.h2d_bytes_per_s),
@@ -644,22 +640,29 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True)
-class _BucketBytes:
+class _BucketCost:
     layer: str
     numel: int
     weight_bytes: int
     state_bytes: int
-    source_bytes: int
-    """Weight bytes that the CPU optimizer step reads and writes."""
+    host_s: float
+    """Seconds of its CPU optimizer step."""
 
 
-def _bucket_bytes(bucket: Bucket) -> _BucketBytes:
-    weight_bytes = bucket.numel * bucket.dtype.itemsize_bytes
-    source_bytes = weight_bytes * (2 if bucket.kind is MasterKind.WEIGHT else 1)
-    return _BucketBytes(bucket.layer, bucket.numel, weight_bytes, bucket.state_bytes, source_bytes)
+def _bucket_costs(workload: Workload, speeds: Speeds) -> list[_BucketCost]:
+    buckets, in_fp32 = workload.inventory.buckets, workload.gradients_in_fp32
+    kinds = {(b.dtype, b.form): b for b in buckets}
+    rates = {
+        kind: speeds.host_parameters_per_s * step_speed(bucket, gradients_in_fp32=in_fp32)
+        for kind, bucket in kinds.items()
+    }
+    return [
+        _BucketCost(b.layer, b.numel, b.numel * b.dtype.itemsize_bytes, b.state_bytes, b.numel / rates[b.dtype, b.form])
+        for b in buckets
+    ]
 
 
-def _stretches(buckets: Sequence[_BucketBytes]) -> list[tuple[int, int]]:
+def _stretches(buckets: Sequence[_BucketCost]) -> list[tuple[int, int]]:
     """Return where neighbouring buckets of one layer begin and end."""
     starts = [i for i, bucket in enumerate(buckets) if not i or bucket.layer != buckets[i - 1].layer]
     return list(pairwise([*starts, len(buckets)]))
