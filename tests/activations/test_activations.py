@@ -392,7 +392,7 @@ def test_layers_that_cannot_be_found_are_named_by_the_user() -> None:
 
 @pytest.mark.parametrize("count", [-1, 0, 4, 7])
 def test_as_many_layers_as_there_are_cannot_leave(count: int) -> None:
-    with pytest.raises(ConfigError, match=r"less than 4, the number that the model has(.|\n)*first layers from 1 to 3"):
+    with pytest.raises(ConfigError, match=r"of a model of 4 at most 3 can be offloaded(.|\n)*first layers from 1 to 3"):
         hostward.attach(transformer("Llama"), activations=count)
 
 
