@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -97,14 +96,3 @@ def test_a_shell_completes(
         main([])
     assert ended.value.code == 0
     assert capsys.readouterr().out.split() == offered
-
-
-@pytest.mark.parametrize("asked", [None, "active"])
-def test_threads_of_torch_do_not_spin_unless_asked_to(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, asked: str | None
-) -> None:
-    monkeypatch.setenv("OMP_WAIT_POLICY", asked or "")  # so that what main sets is undone
-    if asked is None:
-        monkeypatch.delenv("OMP_WAIT_POLICY")
-    cli("options")
-    assert os.environ["OMP_WAIT_POLICY"] == (asked or "passive")

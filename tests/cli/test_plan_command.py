@@ -524,7 +524,7 @@ def test_a_configuration_may_come_from_a_pipe(cli: Cli) -> None:
         (["--json", "x" * 300], ["cannot be written", "File name too long"]),
         (["--json", "loop"], ["--json loop cannot be written", "Too many levels of symbolic links"]),
         (["--plot", "misspelt/x.png"], ["--plot misspelt/x.png cannot be written", "Not a directory"]),
-        (["--plot", "picture"], ["does not say which kind of picture", "fix: --plot picture.png"]),
+        (["--plot", "picture"], ["names no kind of picture that can be written", "fix: --plot picture.png"]),
         (["--json", "x.png", "--plot", "./x.png"], ["--json and --plot both name x.png"]),
         (["--config", "misspelt", "--json", "misspelt"], ["--config and --json both name misspelt"]),
         (["--device-memory", "٣GiB"], ["--device-memory ٣GiB is no size"]),

@@ -198,10 +198,16 @@ LLAMA = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_
         ({"rope_theta": "x"}, "TypeError"),
         ({"rope_theta": math.nan}, "NaN is no number"),
         ({"intermediate_size": 0}, "intermediate_size is 0"),
-        ({"num_local_experts": 2, "moe_intermediate_size": 0}, "moe_intermediate_size is 0"),
+        (
+            {"model_type": "qwen3_moe", "num_key_value_heads": 2, "moe_intermediate_size": 0},
+            "moe_intermediate_size is 0",
+        ),
         ({"attention_dropout": 5}, "attention_dropout is 5"),
         ({"attention_dropout": -0.1}, "attention_dropout is -0.1"),
-        ({"num_local_experts": 2, "num_experts_per_tok": 3}, "num_experts_per_tok is 3, and num_local_experts is 2"),
+        (
+            {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 3},
+            "num_experts_per_tok is 3, and num_local_experts is 2",
+        ),
         ({"num_hidden_layers": 1}, "fix: correct .*config.json: a plan takes two layers or more"),
         ({"attention_dropout": None}, "fix: correct .*config.json: a plan takes"),
     ],
@@ -228,6 +234,21 @@ def test_sizes_by_other_names_are_bounded(tmp_path: Path, content: dict[str, Any
     file.write_text(json.dumps(content))
     with pytest.raises(ModelError, match="num_hidden_layers is 1000000"):
         config_workload(read_model_file(file), sequence_tokens=8)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"num_experts": 1, "num_experts_per_tok": 2},
+        {"num_experts": 4, "moe_intermediate_size": 0},
+        {"dropout_seed": 42, "num_dropped": 3},
+    ],
+)
+def test_names_that_a_model_does_not_have_say_nothing_of_it(tmp_path: Path, others: dict[str, int]) -> None:
+    """Seen red: a dense model refused for what it would do with experts, and a seed for being no probability."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "llama", **LLAMA, **others}))
+    assert config_workload(read_model_file(file), sequence_tokens=8).inventory.numel
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")

@@ -5,7 +5,6 @@ Nothing heavy is imported before a command needs it, so that `hostward --help` i
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
@@ -14,9 +13,6 @@ from hostward.errors import ExitCode, install
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code. See `hostward.cli.app`."""
-    # Before PyTorch is loaded: its threads wait for each other by spinning, which takes several times as long where
-    # other programs use the cores.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         from hostward.cli.app import main as run
     except ModuleNotFoundError as error:

@@ -199,7 +199,7 @@ def plan(
     Without --hardware an NVIDIA H200 is assumed. `hostward plan diff A B` compares two plans.
     """
     if words and words[0] == "diff":
-        for name in _given(context).keys() - {"words"}:
+        for name in sorted(_given(context).keys() - {"words"}):
             raise ConfigError(f"{_flag(name)} has no effect with plan diff", why="no plan is made", fix="leave it out")
         _diff(words[1:])
         return
@@ -238,7 +238,7 @@ def plan(
         raise typer.Exit(ExitCode.FAILED)
 
 
-_PICTURES = ".png", ".svg", ".pdf"
+_PICTURES = ".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp"
 
 
 def _require_outputs(written: Mapping[str, Path | None], config: Path | None, hardware: str | None) -> None:
@@ -246,15 +246,16 @@ def _require_outputs(written: Mapping[str, Path | None], config: Path | None, ha
     json_file, plot = written["--json"], written["--plot"]
     require_replaceable("--json", json_file)
     require_writable("--plot", plot)
-    if plot is not None and plot.suffix not in _PICTURES:
+    if plot is not None and plot.suffix.lower() not in _PICTURES:
         raise ConfigError(
-            f"--plot {plot} does not say which kind of picture",
+            f"--plot {plot} names no kind of picture that can be written",
             why=f"its end does, which is {', '.join(_PICTURES)}",
             fix=f"--plot {shlex.quote(str(plot.with_suffix('.png')))}",
         )
     if config is not None and os.path.isdir(config):
         config /= "config.json"
-    require_apart(written, {"--config": config, "--hardware": None if hardware is None else Path(hardware)})
+    file = None if hardware is None or hardware in PROFILES else Path(hardware)
+    require_apart(written, {"--config": config, "--hardware": file})
 
 
 _ASSUMED = (

@@ -35,7 +35,7 @@ def require_values(words: Sequence[str]) -> None:
     """Raise ConfigError for an empty word, or a flag with an empty value: as a path it would be this folder."""
     for before, word in zip(["hostward", *words], words, strict=False):
         flag, _, value = word.partition("=")
-        if not word or (flag.startswith("--") and "=" in word and not value):
+        if not word or (flag.startswith("--") and " " not in flag and "=" in word and not value):
             empty = ConfigError(
                 f"there is an empty word after {flag or before}",
                 why="a variable of the shell that is not set leaves one",

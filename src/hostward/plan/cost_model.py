@@ -94,7 +94,7 @@ def balanced_share(speeds: Speeds, workload: Workload, ahead: float | None = Non
         return speed[Queue.H2D] * speeds.h2d_bytes_per_s + speed[Queue.D2H] * speeds.d2h_bytes_per_s
 
     alone, busy = speeds.slowdown[3], speeds.slowdown[7]
-    host = speeds.host_parameters_per_s * step_speed(bucket)
+    host = speeds.host_parameters_per_s * step_speed(bucket, gradients_in_fp32=workload.gradients_in_fp32)
     rates = Rates(host, duplex(alone), busy[Queue.HOST] * host, duplex(busy), speeds.d2h_bytes_per_s)
     guessed = 0.0
     if backward_s:

@@ -301,18 +301,19 @@ def require_sizes(file: Path, content: Mapping[str, Any]) -> None:
     kind = content.get("model_type")
     for given in (content, content.get("text_config")):
         if isinstance(given, Mapping):
-            _require_sizes(file, given)
-            _require_names(file, given, str(given.get("model_type", kind)))
+            of = str(given.get("model_type", kind))
+            _require_sizes(file, given, of)
+            _require_names(file, given, of)
 
 
-def _require_sizes(file: Path, given: Mapping[str, Any]) -> None:
+def _require_sizes(file: Path, given: Mapping[str, Any], kind: str) -> None:
     for name, (least, most) in (_SIZES | _SIZES_OF_SOME).items():
         value = given.get(name)
         if isinstance(value, int) and not least <= value <= most:
             shown = value if abs(value) < 10**12 else f"a number of {len(str(abs(value)))} digits"
             raise ModelError(f"{file}: {name} is {shown}", fix=f"a whole number from {least} to {most:,}")
     for name, value in given.items():
-        if "drop" in name and isinstance(value, (int, float)) and not 0 <= value <= 1:
+        if "drop" in name and isinstance(value, (int, float)) and not 0 <= value <= 1 and _has_name(kind, name):
             raise ModelError(f"{file}: {name} is {value}", why="it is a probability", fix="a number from 0 to 1")
     heads, groups = given.get("num_attention_heads"), given.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(groups, int) and groups and heads % groups:
@@ -321,14 +322,15 @@ def _require_sizes(file: Path, given: Mapping[str, Any]) -> None:
             why="each key and value head serves as many attention heads as each other one",
             fix="a num_key_value_heads that divides num_attention_heads",
         )
-    _require_experts(file, given)
+    _require_experts(file, given, kind)
 
 
-def _require_experts(file: Path, given: Mapping[str, Any]) -> None:
-    name = next((n for n in _EXPERTS if isinstance(given.get(n), int) and given[n] > 0), None)
+def _require_experts(file: Path, given: Mapping[str, Any], kind: str) -> None:
+    # Models of one expert or none have dense layers, whatever else is said of experts.
+    name = next((n for n in _EXPERTS if isinstance(given.get(n), int) and given[n] > 1 and _has_name(kind, n)), None)
     widths = ("moe_intermediate_size", "intermediate_size")[0 if name else 1 :]
     width = next((w for w in widths if given.get(w) is not None), None)
-    if width is not None and given[width] == 0:
+    if width is not None and given[width] == 0 and not given.get("shared_intermediate_size"):
         raise ModelError(f"{file}: {width} is 0", why="weights of that size have no elements", fix="a size from 1 on")
     chosen = given.get("num_experts_per_tok")
     if name is not None and isinstance(chosen, int) and not 1 <= chosen <= given[name]:
@@ -344,7 +346,8 @@ def require_described(file: Path, described: Any) -> None:
     for part in (described, *(getattr(described, name) for name in described.sub_configs)):
         if part is not None:
             given = part.to_dict()
-            _require_sizes(file, given | {name: given.get(own) for name, own in part.attribute_map.items()})
+            named = given | {name: given.get(own) for name, own in part.attribute_map.items()}
+            _require_sizes(file, named, part.model_type)
 
 
 def _require_names(file: Path, given: Mapping[str, Any], kind: str) -> None:
