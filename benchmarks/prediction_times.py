@@ -109,11 +109,12 @@ def scaling_rows(name: str, content: dict[str, Any], hardware: Hardware, *, own_
     for row in content["rows"]:
         deterministic, threads = "same" in row, "@" in row.get("mix", "")
         if row["status"] == "ok" and not deterministic and not threads and tells_rates(row):
-            work, choice = scaled(content, row)
-            rates = row["of_ranks"][0]["rates"] if own_rates else None
-            if own_rates and set(rates or ()) != _RATES:
-                continue  # nothing is offloaded, a share was given, or the version is an older one
-            speeds = measured(machine, Rates(**rates), work.inventory.as_asked) if rates else machine
+            (work, choice), speeds = scaled(content, row), machine
+            if own_rates:
+                rates = row["of_ranks"][0]["rates"] or {}
+                if rates.keys() != _RATES:
+                    continue  # nothing is offloaded, a share was given, or the version is an older one
+                speeds = measured(machine, Rates(**rates), work.inventory.as_asked)
             predicted = predict(work, choice, speeds)
             yield Row(name, scaled_name(content, row), row["length"], row["step_s"], predicted.step_s, ranks)
 

@@ -13,6 +13,7 @@ import typer
 from hostward.cli.output import (
     STDOUT,
     print_tables,
+    require_apart,
     require_replaceable,
     require_writable,
     text_stream,
@@ -49,6 +50,7 @@ def doctor(log: Log = None, hardware: HardwareFile = None, json_file: JsonFile =
 
     Exit code 1 if something does not work, or the log shows a known failure.
     """
+    require_apart({"--json": json_file}, {"--log": log, "--hardware": hardware})
     require_writable("--json", json_file)
     if log is None:
         _examine(hardware, json_file)

@@ -369,6 +369,8 @@ class Costs:
         self._buckets = _bucket_costs(workload, speeds)
         self.weight_bytes = [bucket.weight_bytes for bucket in self._buckets]
         self.state_bytes = [bucket.state_bytes for bucket in self._buckets]
+        self.host_s = [bucket.host_s for bucket in self._buckets]
+        """Seconds of each bucket's CPU optimizer step."""
         self.host_bytes = [bucket.host_bytes for bucket in workload.inventory.buckets]
         self._stretches = _stretches(self._buckets)
         self._merge_below = sum(self.numels) / LARGEST_UNIT
@@ -478,11 +480,6 @@ class Costs:
         for bucket in self._buckets:
             numels[bucket.layer] = numels.get(bucket.layer, 0) + bucket.numel
         return [numels[cost.layer.name] * self.accumulation_s for cost in self.layers]
-
-    @cached_property
-    def host_s(self) -> Sequence[float]:
-        """Return the seconds of each bucket's CPU optimizer step."""
-        return [bucket.host_s for bucket in self._buckets]
 
     @cached_property
     def sharing(self) -> Sequence[Sequence[int]]:
