@@ -131,7 +131,7 @@ def test_of_several_ranks_what_stays_of_a_layer_keeps_nothing_that_leaves_of_it(
         return Gradients(Facts(of), mixed).held[-1]
 
     assert len(halves.buckets) == 2 * (LAYERS + 2)
-    assert left(work) == NUMEL * (LAYERS + 2) + (GRADIENTS_IN_FLIGHT + 1) * 2 * NUMEL
+    assert left(work) == NUMEL * (LAYERS + 2) + GRADIENTS_IN_FLIGHT * 2 * NUMEL
     # In one process each weight's gradient is a memory, and all of it stays for what stays of it.
     assert left(replace(whole, inventory=halves)) == 2 * NUMEL * (LAYERS + 2)
 

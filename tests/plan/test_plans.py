@@ -595,7 +595,7 @@ def test_half_of_a_tied_gradient_is_counted_once() -> None:
     model = Passes(Facts(tied)).layers(choice)
     layer_bytes = 2 * part.repeated[0].weight_bytes
     for i in range(2, len(part.layers) - 2):
-        assert model._gathered_behind[i] == 2 * part.layers[0].weight_bytes + 4 * layer_bytes
+        assert model._gathered_behind[i] == 2 * part.layers[0].weight_bytes + 3 * layer_bytes
 
 
 def test_weights_that_stay_whole_are_fetched_once_a_step() -> None:

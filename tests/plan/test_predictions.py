@@ -20,7 +20,7 @@ from hostward.profiler import workload
 pytest.importorskip("transformers")
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-DEVICE_ERROR, HOST_ERROR, MIN_STAGING_BUFFERS = 0.03, 0.02, 12
+DEVICE_ERROR, HOST_ERROR, MIN_STAGING_BUFFERS = 0.002, 0.002, 12
 
 
 @pytest.fixture(scope="module")
@@ -60,68 +60,39 @@ def rows(programs: None, runs_once: None) -> list[Any]:
 
 
 def in_one_memory(row: Any) -> bool:
-    """Of a version in which what FSDP2 had reduced of a layer stayed in one memory as long as any of it was needed: of
-    layers that are whole one at a time, and partly stepped on the host, that was the peak, or took the room of slots.
+    """Of a version, before e8290648, in which what FSDP2 had reduced of a layer stayed in one memory as long as any of
+    it was needed: of layers that are partly stepped on the host that was the peak, or took the room of slots.
     """
-    files = ("2026-11-24-scaling-two-24-layers-8k", "2026-11-25-scaling-two-h100-whole", "2026-11-26-scaling-four-")
-    later = row.file.startswith("2026-11-26-scaling-four-threads")
-    return row.file.startswith(files) and not later and not row.row.startswith("0:") and row.tokens == 8192
-
-
-def a_slot_off(row: Any) -> bool:
-    """Its peak is one staging slot lower than predicted, 2.2 % of it: where there is room for the last is a matter of
-    bytes.
-    """
-    return row.file.startswith("2026-11-26-scaling-four-threads") and row.row.startswith("1:0.65@5")
+    before = row.file < "2026-11-26" or row.file.startswith("2026-11-26-scaling-four-")
+    return row.gpus > 1 and before and "-threads-" not in row.file and not row.row.startswith("0:")
 
 
 FORMATS = "2026-11-29-scaling-two-24-layers-formats"
 ON_FOUR = "2026-11-29-scaling-four-whole-formats-h200"
 ON_FOUR_SECOND = "2026-11-29-scaling-four-whole-formats-second-h200"
-STREAMED = {
-    f"{FORMATS}-h200.json": "fp8-moments ",
-    f"{FORMATS}-own-rates-h200.json": "fp8-moments-bf16",
-    f"{ON_FOUR}.json": "fp8-moments-bf16",
-    f"{ON_FOUR_SECOND}.json": "1:auto+",
-}
-"""What the rows of a file in which 98 % of the state is streamed are called."""
-
-
-def nearly_all_streamed(row: Any) -> bool:
-    """Two GPUs used up to 4.3 % less than is predicted, four 3.6 %: all sharded gradients are on them at the end of
-    backward, and the model counts a layer's whole gradient besides.
-    """
-    return row.file in STREAMED and STREAMED[row.file] in row.row and 0.0 < row.device_error < 0.045
 
 
 def test_predicted_bytes_are_those_that_were_measured(rows: list[Any]) -> None:
+    """Within 0.2 %. Seen red: of several GPUs up to 4.3 % too high, with a layer's whole gradient from the beginning of
+    its backward, and its part of it before it was reduced.
+    """
     assert len({(row.row, row.tokens) for row in rows}) >= MIN_STAGING_BUFFERS
-    off = [row for row in rows if abs(row.device_error) > DEVICE_ERROR or abs(row.host_error or 0.0) > HOST_ERROR]
-    known = (in_one_memory, a_slot_off, nearly_all_streamed)
-    assert [row for row in off if not any(is_known(row) for is_known in known)] == []
+    assert sum(row.gpus > 1 for row in rows) >= MIN_STAGING_BUFFERS
+    # One row of a GPU is far off, for a reason that is not known: fewer slots were taken than there was room for by the
+    # model. So are those with moments in FP8: once they took a slot more than the model has room for, once one less.
+    near = {"2026-11-22-scaling-one-of-two-8k.json": 0.03, "2026-11-26-scaling-one-of-four-8k.json": 0.03}
+    near |= {row.file: 0.005 for row in rows if "step-everybody" in row.file}
+    usual = [row for row in rows if not in_one_memory(row)]
+    assert [row for row in usual if abs(row.device_error) > near.get(row.file, DEVICE_ERROR)] == []
+    assert all(abs(row.host_error or 0.0) < HOST_ERROR for row in rows)
     assert sum(row.host_error is not None for row in rows) >= MIN_STAGING_BUFFERS
 
 
-def test_most_of_them_are_far_closer(rows: list[Any]) -> None:
-    # Of several GPUs the whole gradient of a layer is counted from the beginning of its backward. One row of a GPU is
-    # far off, for a reason that is not known: fewer slots were taken than there was room for by the model. So are those
-    # with moments in FP8: once they took a slot more than the model has room for, once one less.
-    near = {"2026-11-22-scaling-one-of-two-8k.json": 0.03, "2026-11-26-scaling-one-of-four-8k.json": 0.03}
-    near |= {row.file: 0.005 for row in rows if "step-everybody" in row.file}
-    near |= {row.file: 0.025 for row in rows if row.file.startswith(FORMATS)}
-    usual = [row for row in rows if not (in_one_memory(row) or a_slot_off(row) or nearly_all_streamed(row))]
-    assert len(rows) - len(usual) == 22
-    assert all(abs(row.device_error) < near.get(row.file, 0.002 if row.gpus == 1 else 0.02) for row in usual)
-    assert all(abs(row.host_error or 0.0) < 0.002 for row in rows)
-
-
-def test_several_gpus_are_among_them(rows: list[Any]) -> None:
-    """Gathered weights stay until backward: left out, the peak was predicted up to 28 % too low."""
-    assert sum(row.gpus > 1 for row in rows) >= MIN_STAGING_BUFFERS
-    # Of gradients that the host adds up FSDP2 holds a layer's more on their way.
-    several = [row for row in rows if row.gpus > 1 and not in_one_memory(row)]
-    low = {row: -0.006 if "gradients=host" in row.row else -0.0035 for row in several}
-    assert all(row.device_error > error for row, error in low.items())
+def test_those_of_an_older_version_are_not_far_off(rows: list[Any]) -> None:
+    older = [row for row in rows if in_one_memory(row)]
+    whole = ("2026-11-24-scaling-two-24-layers-8k", "2026-11-26-scaling-four-whole.")  # one at a time, many layers
+    assert len(older) == 88
+    assert all(abs(row.device_error) < (0.12 if row.file.startswith(whole) else 0.011) for row in older)
 
 
 @pytest.mark.usefixtures("programs", "runs_once")

@@ -78,6 +78,10 @@ class Facts:
         """Gradients by layer."""
         self.made_before = [sum(self.made_count[i + 1 :]) for i in range(len(layers))]
         """Gradients that exist when a layer's backward begins."""
+        ranks = self.workload.ranks if self.workload.ranks > 1 else 0
+        made_bytes = np.append(self.parameter_numel * self.parameter_itemsize, 0)[self.made] * ranks
+        self.whole_gradient_bytes: list[float] = [0.0, *made_bytes.cumsum(dtype=np.float64).tolist()]
+        """Bytes of the first gradients that backward makes, by their number, before several ranks have reduced them."""
         missing = [len(bucket.parts) for bucket in self.workload.inventory.buckets]
         ready = []
         for number, (_, name) in enumerate(made):
@@ -180,18 +184,39 @@ class Gradients:
         return found
 
     @cached_property
-    def held(self) -> Floats:
-        """Return the bytes of all gradients on the device by the number of them that backward has made."""
+    def _made(self) -> Ints:
+        """Return the bytes of all gradients by the number of them that backward has made, as if none left."""
         facts = self._facts
         added = np.where(self._stays, 0, self._bytes_of) if self.accumulate else self._bytes_of.copy()
         apart = self._apart[facts.part_bucket]
         np.add.at(added, facts.part_parameter[apart], self._part_bytes[apart])
+        return np.append(self.before_bytes, np.append(added, 0)[facts.made]).cumsum()
+
+    @cached_property
+    def held(self) -> Floats:
+        """Return the bytes of all gradients on the device by the number of them that backward has made."""
+        facts = self._facts
         change = np.zeros(len(facts.made) + 2)
-        change[0], change[1:-1] = self.before_bytes, np.append(added, 0)[facts.made]
         freed_at, nbytes = self._memories()
         gone = np.isfinite(freed_at)
-        np.add.at(change, freed_at[gone].astype(np.int64) + 2, -nbytes[gone])
-        return change[:-1].cumsum()
+        # One rank has the next gradient when it frees one; several have all of a layer, and then free those before.
+        until = 2 if facts.workload.ranks == 1 else 1
+        np.add.at(change, freed_at[gone].astype(np.int64) + until, -nbytes[gone])
+        found: Floats = self._made + change[:-1].cumsum()
+        return found
+
+    def at(self, made: Ints, layer: Ints, ends: Bools) -> Floats:
+        """Return the bytes of all gradients on the device at moments of backward.
+
+        Args:
+            made: gradients that the rank has by then.
+            layer: the layer that runs.
+            ends: whether it is over: then several ranks reduce its gradients, while those before have not left.
+        """
+        if self._facts.workload.ranks == 1:
+            return self.held[made]
+        before = np.array(self._facts.made_before, np.int64)[layer]
+        return np.where(ends, self.held[before] + self._made[made] - self._made[before], self.held[made])
 
     def _memories(self) -> tuple[Floats, Ints]:
         """Return the memories that gradients are made in: the gradient at which each is freed, and its bytes.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from itertools import groupby
@@ -53,7 +53,9 @@ _ALIKE = 0.005
 _NEARLY = 0.1
 """Share of a budget by which the nearest candidate may exceed it where the planner still searches around it."""
 _LESS = 0.97
-"""Part of the least device memory that is known which a search for less fills with state."""
+"""Part of the least memory that is known which a search for less device memory fills with state, and below which it is
+worth another search.
+"""
 _FAR = 1 << 62
 """Bytes by which whatever exceeds another budget is further away than what does not."""
 _EVEN = (Keep.KEEP, Keep.ELEMENTWISE, Keep.RECOMPUTE)
@@ -284,7 +286,10 @@ class Frontier:
         def need(candidate: Candidate) -> int:
             return needed(candidate.needs, budgets.phases)[name]
 
-        start = min((c for c in known if not others.over(c.needs)), key=need, default=None)
+        def smallest(among: Iterable[Candidate]) -> Candidate | None:
+            return min((c for c in among if not others.over(c.needs)), key=need, default=None)
+
+        start = smallest(known)
         if start is None:
             return None
         least = need(start)
@@ -301,7 +306,12 @@ class Frontier:
             return self._free(candidate, within)
 
         before = set(self._seen)
-        self._search(excess, free).follow([start])
+        reached = math.inf
+        # Small steps may have led to where large ones lead on.
+        while start is not None and least < _LESS * reached:
+            reached = least
+            self._search(excess, free).follow([start])
+            start = smallest(self._seen.values())
         self._probes |= {c.choice for c in self._seen.values() if c.choice not in before and not c.is_predicted}
         return least
 

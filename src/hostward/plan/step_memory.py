@@ -101,16 +101,20 @@ class Moments:
     """Bytes of the layer itself."""
     loss: Floats
     """Bytes of the layer itself where these are logits and loss: it comes after the repeated ones."""
+    whole: Floats
+    """Bytes of the gradients that the layer has made, as long as several ranks have not reduced them; of one rank 0."""
     made: Ints
-    """Gradients that backward has made, of all layers."""
+    """Gradients that the rank has, of all layers: that backward has made, or that several ranks have reduced, which
+    they do when backward of a layer is over.
+    """
     summed: Ints
-    """The same while the layer accumulates its gradients, else 0."""
+    """The same while gradients are accumulated, else 0: of several ranks, when they are reduced."""
     begun: Bools
     """Whether the layer has made a gradient and goes on."""
     ends: Bools
     """Whether backward of the layer is over."""
     starts: Ints
-    """First moment of each layer in forward; in backward the first at which each gradient exists."""
+    """First moment of each layer in forward; in backward the first at which the rank has each gradient."""
 
 
 class Passes:
@@ -169,9 +173,21 @@ class Passes:
             found = self._fullest_at[key] = [(made, max(nbytes for _, nbytes in run)) for made, run in runs]
         return found
 
+    def _unreduced(self, i: int, exist: int) -> float:
+        """Return the bytes of the first `exist` gradients of a layer before several ranks reduce them; of one rank 0.
+
+        A layer without their names makes all of them at once.
+        """
+        facts, layer = self._facts, self.workload.layers[i]
+        if not layer.gradients:
+            return float(layer.trained_weight_bytes * self.workload.ranks) if self.workload.ranks > 1 else 0.0
+        before = facts.made_before[i]
+        return facts.whole_gradient_bytes[before + exist] - facts.whole_gradient_bytes[before]
+
     def _moments(self, of_layers: Sequence[tuple[int, Sequence[tuple[int, float]]]], *, backward: bool) -> Moments:
         """Lay out the moments of layers in this order; in backward there is one more when a layer is done."""
-        rows: list[tuple[int, float, float, int, int, bool, bool]] = []
+        shared = self.workload.ranks > 1
+        rows: list[tuple[int, float, float, float, int, int, bool, bool]] = []
         layer_starts: list[int] = []
         gradient_starts: list[int] = []
         for i, moments in of_layers:
@@ -180,20 +196,25 @@ class Passes:
             done = 0
             for gradients, nbytes in moments:
                 exist = min(gradients, count)
-                gradient_starts += [len(rows)] * (exist - done)
-                done = max(done, exist)
+                if not shared:
+                    gradient_starts += [len(rows)] * (exist - done)
+                    done = max(done, exist)
                 own, loss = (0.0, nbytes) if self._behind[i] else (nbytes, 0.0)
-                rows.append((i, own, loss, before + exist, before + exist if exist else 0, gradients > 0, False))
+                whole = self._unreduced(i, exist) if backward else 0.0
+                made = 0 if shared else exist
+                rows.append((i, own, loss, whole, before + made, before + made if made else 0, gradients > 0, False))
             if backward:
-                gradient_starts += [len(rows)] * (count - done)
-                rows.append((i, 0.0, 0.0, before + count, 0, False, True))
-        layer, own_bytes, behind, made, summed, begun, ends = zip(*rows, strict=True) if rows else ((),) * 7
+                rows.append((i, 0.0, 0.0, 0.0, before + count, before + count if shared and count else 0, False, True))
+                # Of several ranks once they are reduced.
+                gradient_starts += [len(rows) - (not shared)] * (count - done)
+        layer, own_bytes, behind, unreduced, has, sums, begun, ends = zip(*rows, strict=True) if rows else ((),) * 8
         return Moments(
             np.array(layer, np.int64),
             np.array(own_bytes, np.float64),
             np.array(behind, np.float64),
-            np.array(made, np.int64),
-            np.array(summed, np.int64),
+            np.array(unreduced, np.float64),
+            np.array(has, np.int64),
+            np.array(sums, np.int64),
             np.array(begun, np.bool_),
             np.array(ends, np.bool_),
             np.array(gradient_starts if backward else layer_starts, np.int64),
@@ -236,8 +257,11 @@ class LayerMemory:
         last_away = np.flatnonzero(leaves[repeated]).max(initial=-1)
         self._window = max(1, int(repeated.sum()) - 1 - int(last_away))
         self._weights = np.array([layer.weight_bytes for layer in layers], np.int64)
-        self._whole: Ints = self._weights * (workload.ranks if workload.ranks > 1 else 0)
+        ranks = workload.ranks if workload.ranks > 1 else 0
+        self._whole: Ints = self._weights * ranks
         """Bytes that each layer has when it is gathered from several ranks."""
+        self._trained: Ints = np.array([layer.trained_weight_bytes for layer in layers], np.int64) * ranks
+        """Bytes of each layer's gradients before several ranks have reduced them."""
         self._whole_before: Ints = np.concatenate(([0], self._whole.cumsum(), [self._whole.sum()]))
         """Gathered bytes of all layers before each layer."""
         tied = not layers[0].repeated and layers[-1].weight_bytes < layers[0].weight_bytes
@@ -247,7 +271,7 @@ class LayerMemory:
         """
         self._reduced = 2 if workload.reduced_in_fp32 else 1
         """Bytes of what is scattered over those of the gradients in it, which are 16-bit."""
-        self._left = self._reduced * int(self._whole[0])
+        self._left = self._reduced * int(self._trained[0])
         """Bytes scattered last in a backward: they stay until the next microbatch has something to scatter."""
         self._left_until = len(layers) - (2 if tied else 1)
         self._fetched = bool(away)
@@ -300,7 +324,7 @@ class LayerMemory:
         if workload.fetched_anew or workload.microbatches == 1:
             return None
         gathered = self._whole_before[-1] + self._scattered(again=workload.microbatches > 2)
-        reducing = self._whole_before[-1] + (1 + self._reduced) * self._whole
+        reducing = self._whole_before[-1] + (1 + self._reduced) * self._trained
         return Timeline.of(self._in_backward(gathered, reducing, lets_go=False))
 
     def _in_forward(self) -> Columns:
@@ -318,7 +342,7 @@ class LayerMemory:
         """Return the bytes in a backward.
 
         Args:
-            gathered: bytes of gathered layers, by layer.
+            gathered: bytes of gathered layers, and of what is being scattered, by layer.
             reducing: those that remain gathered when the layer is done.
             lets_go: whether reloaded inputs are counted only until the layer has been recomputed.
         """
@@ -331,7 +355,7 @@ class LayerMemory:
             self._weights_at(-1)[moments.layer],
             kept + moments.own,
             moments.loss,
-            np.where(moments.ends, reducing[moments.layer], gathered[moments.layer]),
+            np.where(moments.ends, reducing[moments.layer], gathered[moments.layer]) + moments.whole,
         )
 
     @property
@@ -386,11 +410,11 @@ class LayerMemory:
 
     @property
     def _gathered_behind(self) -> Floats:
-        """Return the gathered bytes in backward of each layer, while its gradient is made and the previous one is
-        scattered.
+        """Return the gathered bytes in backward of each layer, while the previous one's gradients are scattered.
 
-        A resharded layer is gathered one layer ahead; the root's parameters are unsharded until the end. (Where a
-        gradient has two halves, the curves show how long the first waits for the other.)
+        A resharded layer is gathered one layer ahead; the root's parameters are unsharded until the end. Gradients of
+        the layer itself come one by one. (Where a gradient has two halves, the curves show how long the first waits for
+        the other.)
         """
         return self._others + self._whole + self._scattered(again=self._workload.microbatches > 1)
 
@@ -405,19 +429,19 @@ class LayerMemory:
     def _reducing(self) -> Floats:
         """Return the gathered bytes when backward of each layer is done.
 
-        The layer is sharded again, and its gradient is copied to where it is scattered from. The memory from which the
-        previous layer's gradient was scattered is free by then.
+        The layer is sharded again, and its gradients are copied to where they are scattered from. The memory from which
+        the previous layer's were scattered is free by then.
         """
-        return self._others + (1 + self._reduced) * self._whole
+        return self._others + (1 + self._reduced) * self._trained
 
     def _scattered(self, *, again: bool) -> Floats:
-        """Return the bytes of each layer's gradient and of the one being scattered.
+        """Return the bytes being scattered in backward of each layer.
 
         Args:
             again: whether another microbatch's backward ran before.
         """
-        found = self._beyond(self._left_until - 1, self._left * again) + self._whole
-        found[:-1] += self._reduced * self._whole[1:]
+        found = self._beyond(self._left_until - 1, self._left * again)
+        found[:-1] += self._reduced * self._trained[1:]
         return found
 
 
@@ -450,7 +474,7 @@ class StepModel:
         forward, backward = layers.forward, layers.backward
         return layers.step.holding(
             held[forward.layer] + gradients.temporary[forward.summed],
-            gradients.held[backward.made] + gradients.temporary[backward.summed],
+            gradients.at(backward.made, backward.layer, backward.ends) + gradients.temporary[backward.summed],
             gradients.held[-1:],
         )
 
