@@ -1,8 +1,9 @@
 """What the first of two ranks allocates in forward and backward, and what the memory model predicts of it.
 
 The other rank is torch's "fake" process group, which
-sends nothing: gloo makes copies of its own of whatever it exchanges, as NCCL does not. A case is five words: "tied" or
-"apart", dtype of weights, "whole" or "one" layer at a time, dtype in which gradients are reduced, microbatches.
+sends nothing: gloo makes copies of its own of whatever it exchanges, as NCCL does not. A case is six words: "ends" or
+"layers", which are nearly all of the model, "tied" or "apart", dtype of weights, "whole" or "one" layer at a time,
+dtype in which gradients are reduced, microbatches.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ from hostward.trainer.models import build_model, layers_of, training_loss
 from hostward.trainer.parallel import synchronise_gradients
 from hostward.trainer.workload import recipe_workload
 
-VOCABULARY, TOKENS = 32768, 16
+TOKENS = 16
 SIZES = (
-    "model.num_layers=2",
     "model.hidden_size=256",
-    "model.ffn_hidden_size=512",
     "model.num_attention_heads=4",
     "model.num_query_groups=2",
     "model.kv_channels=64",
-    f"model.vocab_size={VOCABULARY}",
     f"model.seq_length={TOKENS}",
     "train.micro_batch_size=1",
 )
-"""Embedding and output layer are nearly all of it."""
+MOST = {
+    "ends": ("model.num_layers=2", "model.ffn_hidden_size=512", "model.vocab_size=32768"),
+    "layers": ("model.num_layers=3", "model.ffn_hidden_size=8192", "model.vocab_size=2048"),
+}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 COUNTED = ("weights", "gathered weights", "gradients", "activations", "logits and loss")
 
@@ -53,7 +54,9 @@ COUNTED = ("weights", "gathered weights", "gradients", "activations", "logits an
 def divided(config: Config, *, resharded: bool, reduced: torch.dtype) -> Any:
     """The model as `hostward train` divides it over two ranks."""
     dtype = DTYPES[config.model.params_dtype]
-    model: Any = build_model(config, vocab_size=VOCABULARY, device=torch.device("cpu"), dtype=dtype, seed=1)
+    model: Any = build_model(
+        config, vocab_size=config.model.vocab_size, device=torch.device("cpu"), dtype=dtype, seed=1
+    )
     mesh, policy = init_device_mesh("cpu", (2,)), MixedPrecisionPolicy(reduce_dtype=reduced)
     tied = config.model.share_embeddings_and_output_weights
     ends = [] if tied else [model.model.embed_tokens, model.lm_head]
@@ -83,18 +86,18 @@ def measured(model: Any, microbatches: int, *, resharded: bool) -> int:
 
 
 @cache
-def described(tied: str, dtype: str, microbatches: int) -> tuple[Config, Workload]:
+def described(most: str, tied: str, dtype: str, microbatches: int) -> tuple[Config, Workload]:
     """Options and their traced workload, which several cases have in common."""
     words = [f"model.share_embeddings_and_output_weights={tied == 'tied'}", f"model.params_dtype={dtype}"]
     words += [f"train.global_batch_size={2 * microbatches}"]
-    config = apply_overrides(recipes.load("llama32_1b_pretrain_config"), [*SIZES, *words])
+    config = apply_overrides(recipes.load("llama32_1b_pretrain_config"), [*SIZES, *MOST[most], *words])
     return config, recipe_workload(config)
 
 
 def case(name: str) -> tuple[int, int]:
-    tied, dtype, whole, reduced, count = name.split()
+    most, tied, dtype, whole, reduced, count = name.split()
     microbatches, resharded = int(count), whole == "one"
-    config, traced = described(tied, dtype, microbatches)
+    config, traced = described(most, tied, dtype, microbatches)
     model = divided(config, resharded=resharded, reduced=DTYPES[reduced])
     found = measured(model, microbatches, resharded=resharded)
     work = sharded(traced, 2, reduced_in_fp32=reduced != dtype, resharded=resharded)

@@ -1,6 +1,4 @@
-"""Device memory of one of several ranks whose embedding and output layer are nearly all of the model: that predicted is
-what torch allocates, or a little more.
-"""
+"""Device memory of one of several ranks: that predicted is what torch allocates, or a little more."""
 
 from __future__ import annotations
 
@@ -13,18 +11,23 @@ from memory_cases import measure
 pytest.importorskip("transformers")
 
 CASES = {
-    "tied bf16 whole bf16 1": 1.005,
-    "tied bf16 one bf16 1": 1.005,
-    "tied fp32 one fp32 2": 1.005,
-    "tied bf16 one fp32 1": 1.02,
-    "apart bf16 whole bf16 1": 1.005,
-    "apart bf16 one bf16 1": 1.005,
-    "apart bf16 one fp32 1": 1.02,
-    "apart fp32 whole fp32 2": 1.08,
-    "apart fp32 one fp32 2": 1.005,
+    "ends tied bf16 whole bf16 1": 1.005,
+    "ends tied bf16 one bf16 1": 1.005,
+    "ends tied fp32 one fp32 2": 1.005,
+    "ends tied bf16 one fp32 1": 1.02,
+    "ends apart bf16 whole bf16 1": 1.005,
+    "ends apart bf16 one bf16 1": 1.005,
+    "ends apart bf16 one fp32 1": 1.02,
+    "ends apart fp32 whole fp32 2": 1.08,
+    "ends apart fp32 one fp32 2": 1.005,
+    "layers tied fp32 one fp32 2": 1.005,
+    "layers apart bf16 one bf16 1": 1.005,
+    "layers apart fp32 one fp32 4": 1.005,
+    "layers apart fp32 whole fp32 1": 1.02,
+    "layers apart fp32 whole fp32 2": 1.09,
+    "layers apart fp32 whole fp32 4": 1.02,
 }
-"""At most so many times what is allocated. What is accumulated is counted beside all of the gradient that it came from.
-"""
+"""At most so many times what is allocated."""
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +39,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, int]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_ends_of_a_model_take_what_is_predicted(found: dict[str, tuple[int, int]], case: str) -> None:
+def test_a_rank_takes_what_is_predicted(found: dict[str, tuple[int, int]], case: str) -> None:
     """Seen red: 14 % too little, without what a gradient of 16 bits is scattered from in 32; 10 % too little, without
-    what an earlier microbatch has scattered last; 22 % too much, with a rank's part of a gradient before it was whole.
+    what an earlier microbatch has scattered last; 22 % too much, with a rank's part of a gradient before it was whole;
+    7 % too little, without the memory into which the layer before was gathered.
     """
     measured, predicted = found[case]
     assert 0.995 < predicted / measured < CASES[case]

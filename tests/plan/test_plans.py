@@ -634,7 +634,7 @@ def test_layers_stay_gathered_in_every_backward_but_the_last() -> None:
     choice = Choice(device, (Keep.RECOMPUTE,) * 8)
     last, more = required(one, choice).phase(STEADY_STEP).device, required(several, choice).phase(STEADY_STEP).device
     layer_bytes = 2 * several.repeated[0].weight_bytes
-    assert last["gathered weights"] <= 2 * one.weight_bytes + layer_bytes
+    assert last["gathered weights"] <= 2 * one.weight_bytes + 2 * layer_bytes
     assert more["gathered weights"] >= 2 * several.weight_bytes + 1.9 * layer_bytes
 
 

@@ -92,7 +92,7 @@ def test_those_of_an_older_version_are_not_far_off(rows: list[Any]) -> None:
     older = [row for row in rows if in_one_memory(row)]
     whole = ("2026-11-24-scaling-two-24-layers-8k", "2026-11-26-scaling-four-whole.")  # one at a time, many layers
     assert len(older) == 88
-    assert all(abs(row.device_error) < (0.12 if row.file.startswith(whole) else 0.011) for row in older)
+    assert all(abs(row.device_error) < (0.12 if row.file.startswith(whole) else 0.02) for row in older)
 
 
 @pytest.mark.usefixtures("programs", "runs_once")

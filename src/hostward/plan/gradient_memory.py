@@ -184,6 +184,12 @@ class Gradients:
         return found
 
     @cached_property
+    def of_the_first(self) -> Ints:
+        """Return the bytes that the first of several microbatches accumulates, by the number of gradients made."""
+        stay = np.where(self._stays, self._bytes_of, 0)
+        return np.append(0, np.append(stay, 0)[self._facts.made]).cumsum()
+
+    @cached_property
     def _made(self) -> Ints:
         """Return the bytes of all gradients by the number of them that backward has made, as if none left."""
         facts = self._facts
@@ -194,7 +200,10 @@ class Gradients:
 
     @cached_property
     def held(self) -> Floats:
-        """Return the bytes of all gradients on the device by the number of them that backward has made."""
+        """Return the bytes of all gradients on the device by the number of them that backward has made.
+
+        Of several ranks that is right between layers only, see `at`.
+        """
         facts = self._facts
         change = np.zeros(len(facts.made) + 2)
         freed_at, nbytes = self._memories()

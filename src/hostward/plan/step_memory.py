@@ -40,7 +40,7 @@ class Owner(StrEnum):
 
     WEIGHTS = "weights"
     GATHERED = "gathered weights"
-    """Weights gathered from several ranks, with the gradients of whole layers that are scattered again."""
+    """Weights gathered from several ranks, and whole gradients until they are scattered again."""
     GRADIENTS = "gradients"
     STATE = "optimizer state"
     SLOTS = "staging slots"
@@ -205,8 +205,8 @@ class Passes:
                 rows.append((i, own, loss, whole, before + made, before + made if made else 0, gradients > 0, False))
             if backward:
                 rows.append((i, 0.0, 0.0, 0.0, before + count, before + count if shared and count else 0, False, True))
-                # Of several ranks once they are reduced.
-                gradient_starts += [len(rows) - (not shared)] * (count - done)
+                # Of several ranks the next moment is the first at which all have been reduced.
+                gradient_starts += [len(rows) if shared else len(rows) - 1] * (count - done)
         layer, own_bytes, behind, unreduced, has, sums, begun, ends = zip(*rows, strict=True) if rows else ((),) * 8
         return Moments(
             np.array(layer, np.int64),
@@ -271,7 +271,20 @@ class LayerMemory:
         """
         self._reduced = 2 if workload.reduced_in_fp32 else 1
         """Bytes of what is scattered over those of the gradients in it, which are 16-bit."""
-        self._left = self._reduced * int(self._trained[0])
+        # The root itself gathers what is between the repeated layers and the output layer, such as the last norm, and
+        # an output layer whose weight is the embedding's.
+        ends = (0,) if tied else (0, len(layers) - 1)
+        groups = [i for i, weights in enumerate(self._whole) if weights and (repeated[i] or i in ends)]
+        self._heads_a_group = not tied
+        at = np.searchsorted(groups, np.arange(len(layers)))
+        behind = np.searchsorted(groups, np.arange(len(layers)), side="right")
+        self._of_group_before = np.append(0, self._whole[groups])[at]
+        """Gathered bytes of the group before each layer; of the first 0."""
+        self._scattered_behind = self._reduced * np.append(self._trained[groups], 0)[behind]
+        """Bytes from which the gradients of the group behind each layer are scattered; of the last 0."""
+        self._flat = np.append(0, self._whole[groups])[behind]
+        """Bytes in the memory into which the group of each layer was gathered, or that before it."""
+        self._left = self._reduced * int(next(filter(None, self._trained), 0))
         """Bytes scattered last in a backward: they stay until the next microbatch has something to scatter."""
         self._left_until = len(layers) - (2 if tied else 1)
         self._fetched = bool(away)
@@ -297,7 +310,7 @@ class LayerMemory:
         # Within a checkpointed layer nothing is saved, as without gradients.
         ways = tuple(Way.RECOMPUTE if layer.repeated else Way.KEEP for layer in self._workload.layers)
         moments = self._passes.of(ways)[0]
-        weights, gathered = self._weights_at(1)[moments.layer], self._gathered[moments.layer]
+        weights, gathered = self._weights_at(1)[moments.layer], self._gathered_at(moments)
         fullest = int((weights + gathered + moments.own + moments.loss).argmax())
         return {
             Owner.WEIGHTS: float(weights[fullest]),
@@ -335,7 +348,7 @@ class LayerMemory:
             self._weights_at(1)[moments.layer],
             base[moments.layer] + moments.own,
             moments.loss,
-            self._gathered[moments.layer],
+            self._gathered_at(moments),
         )
 
     def _in_backward(self, gathered: Floats, reducing: Floats, *, lets_go: bool = True) -> Columns:
@@ -343,11 +356,15 @@ class LayerMemory:
 
         Args:
             gathered: bytes of gathered layers, and of what is being scattered, by layer.
-            reducing: those that remain gathered when the layer is done.
+            reducing: of other layers when the layer is done, and of its whole gradients and what they are scattered
+                from.
             lets_go: whether reloaded inputs are counted only until the layer has been recomputed.
         """
         moments = self.backward
         total = np.subtract.accumulate(np.append(self._kept.cumsum()[-1], self._kept[::-1]))[:0:-1]
+        # Of an output layer that is a group: the one before it is gathered when backward of the loss is over.
+        in_loss = (moments.layer == self.count - 1) & ~(moments.begun | moments.ends)
+        later = self._of_group_before[-1] if self._workload.resharded and self._heads_a_group else 0
         kept = (total + self._back)[moments.layer]
         if lets_go:
             kept = kept - np.where(moments.begun, self._let_go[moments.layer], 0.0)
@@ -355,7 +372,7 @@ class LayerMemory:
             self._weights_at(-1)[moments.layer],
             kept + moments.own,
             moments.loss,
-            np.where(moments.ends, reducing[moments.layer], gathered[moments.layer]) + moments.whole,
+            np.where(moments.ends, reducing[moments.layer], gathered[moments.layer] - later * in_loss) + moments.whole,
         )
 
     @property
@@ -389,20 +406,24 @@ class LayerMemory:
                 found[to] += self._offloaded[of]
         return found
 
-    @property
-    def _gathered(self) -> Floats:
-        """Return the gathered bytes while each layer runs forward.
+    def _gathered_at(self, moments: Moments) -> Floats:
+        """Return the gathered bytes at the moments of forward.
 
-        Layers are gathered one by one, the next one while this one runs, and stay until their backward; with several
-        microbatches, until that of the last. With resharding, the memory that a layer was copied from stays until the
-        next layer is gathered.
+        Layers are gathered one by one, and stay until their backward; with several microbatches, until that of the
+        last. The memory into which a layer was gathered, and from which it was copied, stays until the next one has
+        been copied likewise. The last one's stays until the end of forward.
         """
+        whole, left = self._whole, self._left if self._workload.microbatches > 1 else 0
         if self._workload.resharded:
-            left = self._left if self._workload.microbatches > 1 else 0
-            return self._beyond(0, self._root) + 2.0 * self._whole + left
-        if self._workload.microbatches > 1:
-            return np.full(len(self._whole), float(self._whole_before[-1] + self._left))
-        return self._whole_before[2:].astype(np.float64)
+            held = self._beyond(0, self._root) + whole + left
+        elif self._workload.microbatches > 1:
+            return np.full(len(moments.layer), float(self._whole_before[-1] + self._left))
+        else:
+            held = self._whole_before[1:-1].astype(np.float64)
+        own = moments.own + moments.loss
+        copied = held + self._flat + np.where(whole, self._of_group_before, 0)  # before the layer runs
+        found: Floats = np.maximum((held + self._flat)[moments.layer] + own, copied[moments.layer]) - own
+        return found
 
     def _beyond(self, layer: int, nbytes: float) -> Floats:
         """Return these bytes for the layers after this one, and none for the others."""
@@ -423,7 +444,8 @@ class LayerMemory:
         """Return the unsharded bytes of other layers in backward of each layer."""
         if not self._workload.resharded:
             return self._whole_before[:-2].astype(np.float64)
-        return np.append(0.0, self._whole[:-1]) + self._beyond(1, self._root)
+        found: Floats = self._of_group_before + self._beyond(1, self._root)
+        return found
 
     @property
     def _reducing(self) -> Floats:
@@ -440,8 +462,7 @@ class LayerMemory:
         Args:
             again: whether another microbatch's backward ran before.
         """
-        found = self._beyond(self._left_until - 1, self._left * again)
-        found[:-1] += self._reduced * self._trained[1:]
+        found: Floats = self._beyond(self._left_until - 1, self._left * again) + self._scattered_behind
         return found
 
 
@@ -484,8 +505,10 @@ class StepModel:
         where the last is the fullest.
         """
         between, gradients = self.layers.between, self._gradients
-        temporary = gradients.temporary[self.layers.backward.summed]
-        return between and between.holding(gradients.before_bytes + temporary)
+        backward = self.layers.backward
+        two = self._facts.workload.microbatches == 2
+        held = gradients.of_the_first[backward.made] if two else gradients.before_bytes
+        return between and between.holding(held + gradients.temporary[backward.summed])
 
     # ---------------------------------------------------------------- GPU staging buffers
 
