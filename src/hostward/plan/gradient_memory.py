@@ -78,8 +78,7 @@ class Facts:
         """Gradients by layer."""
         self.made_before = [sum(self.made_count[i + 1 :]) for i in range(len(layers))]
         """Gradients that exist when a layer's backward begins."""
-        ranks = self.workload.ranks if self.workload.ranks > 1 else 0
-        made_bytes = np.append(self.parameter_numel * self.parameter_itemsize, 0)[self.made] * ranks
+        made_bytes = np.append(self.parameter_numel * self.parameter_itemsize, 0)[self.made] * self.workload.gathering
         self.whole_gradient_bytes: list[float] = [0.0, *made_bytes.cumsum(dtype=np.float64).tolist()]
         """Bytes of the first gradients that backward makes, by their number, before several ranks have reduced them."""
         missing = [len(bucket.parts) for bucket in self.workload.inventory.buckets]
@@ -209,7 +208,7 @@ class Gradients:
         freed_at, nbytes = self._memories()
         gone = np.isfinite(freed_at)
         # One rank has the next gradient when it frees one; several have all of a layer, and then free those before.
-        until = 2 if facts.workload.ranks == 1 else 1
+        until = 1 if facts.workload.gathering else 2
         np.add.at(change, freed_at[gone].astype(np.int64) + until, -nbytes[gone])
         found: Floats = self._made + change[:-1].cumsum()
         return found
@@ -222,7 +221,7 @@ class Gradients:
             layer: the layer that runs.
             ends: whether it is over: then several ranks reduce its gradients, while those before have not left.
         """
-        if self._facts.workload.ranks == 1:
+        if not self._facts.workload.gathering:
             return self.held[made]
         before = np.array(self._facts.made_before, np.int64)[layer]
         return np.where(ends, self.held[before] + self._made[made] - self._made[before], self.held[made])

@@ -180,13 +180,13 @@ class Passes:
         """
         facts, layer = self._facts, self.workload.layers[i]
         if not layer.gradients:
-            return float(layer.trained_weight_bytes * self.workload.ranks) if self.workload.ranks > 1 else 0.0
+            return float(layer.trained_weight_bytes * self.workload.gathering)
         before = facts.made_before[i]
         return facts.whole_gradient_bytes[before + exist] - facts.whole_gradient_bytes[before]
 
     def _moments(self, of_layers: Sequence[tuple[int, Sequence[tuple[int, float]]]], *, backward: bool) -> Moments:
         """Lay out the moments of layers in this order; in backward there is one more when a layer is done."""
-        shared = self.workload.ranks > 1
+        shared = bool(self.workload.gathering)
         rows: list[tuple[int, float, float, float, int, int, bool, bool]] = []
         layer_starts: list[int] = []
         gradient_starts: list[int] = []
@@ -257,10 +257,9 @@ class LayerMemory:
         last_away = np.flatnonzero(leaves[repeated]).max(initial=-1)
         self._window = max(1, int(repeated.sum()) - 1 - int(last_away))
         self._weights = np.array([layer.weight_bytes for layer in layers], np.int64)
-        ranks = workload.ranks if workload.ranks > 1 else 0
-        self._whole: Ints = self._weights * ranks
+        self._whole: Ints = self._weights * workload.gathering
         """Bytes that each layer has when it is gathered from several ranks."""
-        self._trained: Ints = np.array([layer.trained_weight_bytes for layer in layers], np.int64) * ranks
+        self._trained: Ints = np.array([layer.trained_weight_bytes for layer in layers], np.int64) * workload.gathering
         """Bytes of each layer's gradients before several ranks have reduced them."""
         self._whole_before: Ints = np.concatenate(([0], self._whole.cumsum(), [self._whole.sum()]))
         """Gathered bytes of all layers before each layer."""

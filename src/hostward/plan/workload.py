@@ -176,6 +176,11 @@ class Workload:
         return self.microbatch_tokens * self.microbatches
 
     @property
+    def gathering(self) -> int:
+        """Return the ranks that gather weights from each other and reduce whole gradients; 0 for one, which has all."""
+        return self.ranks if self.ranks > 1 else 0
+
+    @property
     def gradients_in_fp32(self) -> bool:
         """Return whether gradients wait for the step in fp32, whatever dtype the weights have."""
         return self.microbatches > 1 or self.reduced_in_fp32
