@@ -117,7 +117,9 @@ def attach(
         if put.regions is not None:
             put.regions.warn_of_idle(put.layers)
         if put.planned is not None:  # after everything that can fail, on any rank, because it is not undone
-            recompute_whole(model, [layer for _, layer in put.layers], put.planned.whole)
+            layers_only = [layer for _, layer in put.layers]
+            recompute_whole(model, layers_only, put.planned.whole)
+            run.follow_checkpoints(layers_only)  # older transformers have put others in place of those that run follows
             run.recomputed_layers = [put.layers[number][0] for number in sorted(put.planned.whole)]
             if optimizer is not None:
                 optimizer.layers_attached()
@@ -474,13 +476,21 @@ class Attachment:
         self._wrapped: list[_Checkpointing] = []
         self._also_undone: list[Callable[[], None]] = []
         if on:
-            self._layer_calls = layer_calls = LayerCalls(
+            self._layer_calls = LayerCalls(
                 model, layers, self._sorter, self._transfers, offloaded=offloaded, window=window, ahead=ahead,
                 marks=marks, in_flight=how.max_in_flight, weights=weights,
             )  # fmt: skip
-            self._wrapped = [_Checkpointing(layer_calls, i, layer) for i, (_, layer) in enumerate(layers)]
+            self.follow_checkpoints([layer for _, layer in layers])
         self._attached = True
         weakref.finalize(self, backend.drain)
+
+    def follow_checkpoints(self, layers: Sequence[torch.nn.Module]) -> None:
+        """Follow the checkpoints that these layers, all that are attached, now have within or around them."""
+        layer_calls = self._layer_calls
+        if layer_calls is not None:
+            for wrapped in self._wrapped:
+                wrapped.undo()
+            self._wrapped = [_Checkpointing(layer_calls, i, layer) for i, layer in enumerate(layers)]
 
     def in_runs(self, lengths: Sequence[int]) -> None:
         """Declare that layers are called in runs of these lengths, such as the stages of a pipeline.

@@ -247,3 +247,54 @@ def test_a_checkpoint_that_was_set_anew_stays() -> None:
     with offloading(model, Order(), layers=list(model.layers)):
         model.layers[0]._gradient_checkpointing_func = anew
     assert model.layers[0]._gradient_checkpointing_func is anew
+
+
+class Halves(torch.nn.Module):
+    """The last layers are checkpointed, by the model from outside of them, or within their own calls."""
+
+    def __init__(self, *, outside: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(Gated() if outside or i < 4 else NewLayer() for i in range(7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, layer in enumerate(self.layers):
+            inputs = x, torch.sigmoid(x)
+            x = (
+                checkpoint(layer, *inputs, use_reentrant=False)
+                if i >= 4 and isinstance(layer, Gated)
+                else layer(*inputs)
+            )
+        return x
+
+
+def test_what_layers_save_is_freed_while_later_ones_are_checkpointed_from_outside() -> None:
+    """Seen red: calls of such layers were not counted, and the first layers kept their device memory."""
+    made = []
+    for outside in (False, True):
+        expected = gradients_of_layers(Halves(outside=outside))
+        for order in (Order(), *FEW):
+            model = Halves(outside=outside)
+            with offloading(model, order, layers=list(model.layers), num_layers=4) as run:
+                assert same(gradients_of_layers(model), expected), order
+                assert same(gradients_of_layers(model), expected), order
+                report = run.report()
+                assert left_over(run) == 0
+            made.append((report.offloaded_bytes, report.freed_bytes + report.held_bytes, report.on_demand_bytes))
+    offloaded, gone, missed = made[0]
+    assert (offloaded, missed) == (gone, 0)
+    assert made == [made[0]] * len(made)
+
+
+def test_a_layer_that_is_checkpointed_around_its_call_is_counted_once() -> None:
+    """Seen red: its own hooks, within the checkpoint, counted it again, and tensors left a layer earlier."""
+    layers = torch.nn.ModuleList(OldLayer() for _ in range(4))
+    with offloading(layers, Order(), layers=list(layers), num_layers=1) as run:
+        x = torch.linspace(-1, 1, 8 * 16).view(8, 16).requires_grad_() * 1
+        gone = []
+        for layer in layers:
+            x = layer(x, torch.sigmoid(x))
+            report = run.report()
+            gone.append(report.freed_bytes + report.held_bytes)
+        x.sum().backward()
+    assert gone == [0, 0, 0, 2 * 8 * 16 * 4]

@@ -152,6 +152,10 @@ class LayerCalls:
             self._thread_guard.enter(self._names[layer])
         inside = torch.is_grad_enabled() and not recomputed and inside_checkpoint()
         if not torch.is_grad_enabled() or inside or recomputed:
+            if inside and self._unreleased and not any(outer is not None for _, outer in self._stack.calls):
+                # Nothing of this call is offloaded, but what is of earlier ones falls out of the window.
+                self._thread_guard.enter(self._names[layer])
+                self._pass()
             self._stack.calls.append((layer, None))
             self._within += inside
             if (
@@ -184,7 +188,6 @@ class LayerCalls:
         layer_call = LayerCall(
             layer, self._numbers, before, self._shared_inputs.staying(inputs, within=within), capture
         )
-        self._numbers += 1
         self._last = weakref.ref(layer_call)
         if layer < self._hooked:
             layer_call.around = _hooks_around()
@@ -195,7 +198,12 @@ class LayerCalls:
             layer_call.installed, layer_call.stream = True, self._transfers.stream()
         self._stack.calls.append((layer, layer_call))
         self._stack.marks.clear()
-        while self._unreleased and self._unreleased[0].number <= layer_call.number - self._window:
+        self._pass()
+
+    def _pass(self) -> None:
+        """Count a layer call, and release the calls that fall out of the window."""
+        self._numbers += 1
+        while self._unreleased and self._unreleased[0].number < self._numbers - self._window:
             self._release(self._unreleased.popleft())
 
     def _refused(self, layer: int, why: str) -> ModelError:
