@@ -1,4 +1,4 @@
-"""What a plan says about layers, on models whose layers are not all alike.
+"""What a plan says about layers, on models whose layers, or treatments of layers, are not all alike.
 
 Seen red: experts asked for in dense layers, gated names taken at their word, checkpoints left where a plan keeps
 everything.
@@ -6,18 +6,32 @@ everything.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from activation_cases import FEW, left_over, loss_of as trained_loss, transformer
+from optimizer_cases import assert_equal, snapshot
 from tape_cases import EXPERTS, built, loss_of
 
 import hostward
+from hostward import attachment
 from hostward.activations.recompute import Regions
 from hostward.attachment import PlannedLayers, recompute_whole
+from hostward.core.placement import Placement
 from hostward.errors import ConfigError, ModelError
 from hostward.model.layers import find_layers
+from hostward.plan.budgets import Budgets
+from hostward.plan.cost_model import Costs, speeds_of
+from hostward.plan.decisions import LEAVES, Choice, Keep
+from hostward.plan.hardware_profile import profile
+from hostward.plan.memory_model import required
+from hostward.plan.plan_file import PlanFile, plan_of
+from hostward.plan.search import Candidate
+from hostward.plan.workload import Workload
 from hostward.profiler.workload import workload_of
+from hostward.runtime.simulated.backend import Order, SimulatedBackend
 
 pytest.importorskip("transformers")
 NO_LAYERS: frozenset[int] = frozenset()
@@ -94,3 +108,96 @@ def test_a_model_that_cannot_be_told_is_left_alone_where_nothing_is_chosen() -> 
     assert not any(hasattr(layer, "gradient_checkpointing") for layer in model)
     with pytest.raises(ConfigError, match="recomputes 1 layers of a Sequential"):
         recompute_whole(model, list(model), frozenset({0}))
+
+
+LAYERS = 6
+WORDS = {
+    "K": Keep.KEEP,
+    "O": Keep.OFFLOAD,
+    "R": Keep.RECOMPUTE,
+    "r": Keep.RECOMPUTE_OFFLOAD,
+    "E": Keep.ELEMENTWISE,
+    "e": Keep.ELEMENTWISE_OFFLOAD,
+}
+MIXES = ("EERRKK", "EEKKRR", "eEERRK", "eOORRK", "errRKK", "eeOrRK")
+
+
+def treatments(letters: str) -> tuple[Keep, ...]:
+    return tuple(WORDS[letter] for letter in letters)
+
+
+def model_of(kind: str) -> Any:
+    return transformer(kind, num_hidden_layers=LAYERS, attention_dropout=0.1)
+
+
+@cache
+def traced(kind: str) -> Workload:
+    return workload_of(
+        model_of(kind),
+        sequence_tokens=24,
+        microbatch_sequences=2,
+        microbatches=2,
+        loss=lambda m, ids: m(ids, labels=ids).loss,
+    )
+
+
+def mix(kind: str, letters: str) -> PlanFile:
+    """A plan with every placement of state, and these treatments of layers."""
+    work, hardware = traced(kind), profile("h200")
+    places = tuple(list(Placement)[i % 3] for i in range(len(work.inventory.buckets)))
+    choice = Choice(places, treatments(letters))
+    return plan_of(
+        work, hardware, 1, Budgets(), Candidate(choice, required(work, choice), Costs(work, speeds_of(hardware)))
+    )
+
+
+class AllSizes(hostward.Activations):
+    """A plan offloads what is worth a copy; here that is nearly all."""
+
+    def __init__(self, num_layers: int | None = None) -> None:
+        super().__init__(num_layers=num_layers, min_bytes=64)
+
+
+def steps(kind: str, plan: PlanFile | None, order: Order) -> tuple[dict[str, torch.Tensor], Any]:
+    """Two steps of two microbatches with dropout: all gradients, weights and state; the report of what was attached."""
+    model, found, report = model_of(kind), {}, None
+    made: dict[str, list[torch.Tensor]] = {name: [] for name, _ in model.named_parameters()}
+    for name, p in model.named_parameters():
+        p.register_hook(lambda grad, name=name: made[name].append(grad.clone()))
+    backend = SimulatedBackend(threads=1, order=order)
+    options: dict[str, Any] = {"offload_fraction": 0.0} if plan is None else {"plan": plan}
+    optimizer = hostward.AdamW(model, lr=1e-2, max_grad_norm=0.5, backend=backend, **options)
+    run = None if plan is None else hostward.attach(model, optimizer, plan=plan)
+    torch.manual_seed(1)  # dropout
+    for step in range(2):
+        for i in range(2):
+            with optimizer.accumulate(last=i == 1):
+                trained_loss(model, 2 * step + i).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found |= {f"{step} {name}": value for name, value in snapshot(model, optimizer).items()}
+    if run is not None:
+        report = run.report()
+        run.detach()
+        assert left_over(run) == 0
+    return found | {f"gradients {name}": torch.stack(of) for name, of in made.items()}, report
+
+
+@cache
+def alone(kind: str) -> dict[str, torch.Tensor]:
+    return steps(kind, None, Order(eager=True))[0]
+
+
+@pytest.mark.parametrize("letters", MIXES)
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3Moe"])
+def test_mixed_treatments_keep_the_bits(kind: str, letters: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attachment, "Activations", AllSizes)
+    made = mix(kind, letters)
+    for order in FEW:
+        found, report = steps(kind, made, order)
+        assert_equal(found, alone(kind))
+        assert report.recomputed_layers == sum(letter in "Rr" for letter in letters)
+        assert report.recomputed_modules >= 3 * sum(letter in "Ee" for letter in letters)
+        assert (report.offloaded_bytes > 0) == any(keep in LEAVES for keep in treatments(letters))
+        assert report.offloaded_bytes == report.reloaded_bytes
+        assert report.on_demand_bytes == 0
