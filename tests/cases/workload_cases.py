@@ -7,6 +7,20 @@ from hostward.core.placement import Placement, place_fraction
 from hostward.plan.decisions import Choice, Keep
 from hostward.plan.workload import Layer, PerToken, Saved, Workload
 
+_TREATMENTS = {
+    "K": Keep.KEEP,
+    "O": Keep.OFFLOAD,
+    "R": Keep.RECOMPUTE,
+    "r": Keep.RECOMPUTE_OFFLOAD,
+    "E": Keep.ELEMENTWISE,
+    "e": Keep.ELEMENTWISE_OFFLOAD,
+}
+
+
+def treatments(letters: str) -> tuple[Keep, ...]:
+    """What is done to each layer, by a letter for each: keep, offload, recompute, elementwise; small: and offload."""
+    return tuple(_TREATMENTS[letter] for letter in letters)
+
 
 def llama(
     name: str = "llama",

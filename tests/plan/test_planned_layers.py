@@ -14,6 +14,7 @@ import torch
 from activation_cases import FEW, left_over, loss_of as trained_loss, transformer
 from optimizer_cases import assert_equal, snapshot
 from tape_cases import EXPERTS, built, loss_of
+from workload_cases import treatments
 
 import hostward
 from hostward import attachment
@@ -24,7 +25,7 @@ from hostward.errors import ConfigError, ModelError
 from hostward.model.layers import find_layers
 from hostward.plan.budgets import Budgets
 from hostward.plan.cost_model import Costs, speeds_of
-from hostward.plan.decisions import LEAVES, Choice, Keep
+from hostward.plan.decisions import LEAVES, Choice
 from hostward.plan.hardware_profile import profile
 from hostward.plan.memory_model import required
 from hostward.plan.plan_file import PlanFile, plan_of
@@ -111,19 +112,7 @@ def test_a_model_that_cannot_be_told_is_left_alone_where_nothing_is_chosen() -> 
 
 
 LAYERS = 6
-WORDS = {
-    "K": Keep.KEEP,
-    "O": Keep.OFFLOAD,
-    "R": Keep.RECOMPUTE,
-    "r": Keep.RECOMPUTE_OFFLOAD,
-    "E": Keep.ELEMENTWISE,
-    "e": Keep.ELEMENTWISE_OFFLOAD,
-}
 MIXES = ("EERRKK", "EEKKRR", "eEERRK", "eOORRK", "errRKK", "eeOrRK")
-
-
-def treatments(letters: str) -> tuple[Keep, ...]:
-    return tuple(WORDS[letter] for letter in letters)
 
 
 def model_of(kind: str) -> Any:

@@ -250,8 +250,10 @@ class LayerMemory:
         parked = np.where(leaves, kept, 0.0)
         self.parked_bytes = float(parked.cumsum()[-1])
         """Bytes in saved tensors on the host."""
-        # After a layer was recomputed, nothing holds its reloaded input; the first gradient marks that moment.
-        self._let_go = np.where([keep is Keep.RECOMPUTE_OFFLOAD for keep in keeps], parked, 0.0)
+        # After a layer was recomputed, nothing holds its reloaded input, unless the layer has saved it again; the first
+        # gradient marks that moment.
+        let_go = [k is Keep.RECOMPUTE_OFFLOAD and not layer.saves_input for k, layer in zip(keeps, layers, strict=True)]
+        self._let_go = np.where(let_go, parked, 0.0)
         self._parked_before: Floats = np.append(0.0, parked[repeated].cumsum())
         """Host bytes of all layers before a place among the listed layers."""
         last_away = np.flatnonzero(leaves[repeated]).max(initial=-1)

@@ -119,6 +119,8 @@ class Layer:
     """Curves by the ways in which it can run. Without any, `saved` and `workspace_bytes` are all that is known."""
     gradients: tuple[str, ...] = ()
     """Names of trained parameters in the order in which its backward makes their gradients."""
+    saves_input: bool = False
+    """True if autograd saves the input itself: then it exists until the layer's backward is over, however it came."""
 
     @property
     def weight_bytes(self) -> int:

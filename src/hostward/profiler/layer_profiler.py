@@ -37,7 +37,8 @@ class PartRun:
     forward, backward: live bytes after each operation, without memory that existed before the part except its input. In
     backward, gradients of weights are left out, and `made` counts those of `gradients` that exist. gradients: names of
     parameters in the order in which backward makes their gradients. kept_bytes: bytes kept from forward for backward.
-    saved: bytes that autograd saved, by module; work: operations of forward, by module.
+    saves_input: whether the input is among what autograd saved. saved: bytes that it saved, by module; work: operations
+    of forward, by module.
     """
 
     forward: list[int]
@@ -46,6 +47,7 @@ class PartRun:
     gradients: tuple[str, ...]
     kept_bytes: int
     input_bytes: int
+    saves_input: bool = False
     saved: Mapping[str, int] = field(default_factory=Counter)
     work: Mapping[str, Work] = field(default_factory=dict)
 
@@ -174,6 +176,7 @@ class LayerProfiler:
                     tuple(name for _, name in own),
                     bases[part + 1] - base if part + 1 < count else 0,
                     self._input_bytes(part),
+                    any(number == part and block is self._inputs[part] for number, _, block in self._saved),
                     self._saved_in(part),
                     self._work_in(range(self._starts[part], stop), part),
                 )

@@ -293,6 +293,7 @@ def _layer_of(
         workspace if workspace.of(tokens, length) > 0 else _NOTHING,
         curves,
         runs[0].gradients,
+        runs[0].saves_input,
     )
 
 
