@@ -400,8 +400,9 @@ class ActivationReport:
 
     def _little(self) -> list[str]:
         """Return a line that says so if most activations of offloaded layers stay."""
-        # A checkpoint saves its inputs; tensors saved in its recomputation are used at once.
-        kept = {why: nbytes for why, nbytes in self.kept_bytes.items() if why != Why.RECOMPUTED.value}
+        # A checkpoint saves its inputs; tensors saved in its recomputation are used at once. Others stay as asked for.
+        aside = (Why.RECOMPUTED.value, Why.LAYER.value)
+        kept = {why: nbytes for why, nbytes in self.kept_bytes.items() if why not in aside}
         saved = self.offloaded_bytes + sum(kept.values())
         if self.offloaded_bytes >= _LITTLE * saved:
             return []

@@ -130,11 +130,13 @@ def traced(kind: str) -> Workload:
     )
 
 
-def mix(kind: str, letters: str) -> PlanFile:
-    """A plan with every placement of state, and these treatments of layers."""
+def mix(kind: str, letters: str, weights: int = 0) -> PlanFile:
+    """A plan with every placement of state, these treatments of layers, and weights of so many layers offloaded."""
     work, hardware = traced(kind), profile("h200")
-    places = tuple(list(Placement)[i % 3] for i in range(len(work.inventory.buckets)))
-    choice = Choice(places, treatments(letters))
+    away = frozenset(layer.name for layer in work.repeated[:weights])
+    kinds, buckets = list(Placement), work.inventory.buckets
+    places = tuple(Placement.HOST if b.layer in away else kinds[i % 3] for i, b in enumerate(buckets))
+    choice = Choice(places, treatments(letters), away)
     return plan_of(
         work, hardware, 1, Budgets(), Candidate(choice, required(work, choice), Costs(work, speeds_of(hardware)))
     )
@@ -190,3 +192,39 @@ def test_mixed_treatments_keep_the_bits(kind: str, letters: str, monkeypatch: py
         assert (report.offloaded_bytes > 0) == any(keep in LEAVES for keep in treatments(letters))
         assert report.offloaded_bytes == report.reloaded_bytes
         assert report.on_demand_bytes == 0
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3Moe"])
+def test_weights_leave_as_well(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: most was said to stay of what layers save, where these layers stay as planned."""
+    monkeypatch.setattr(attachment, "Activations", AllSizes)
+    made = mix(kind, "eEERKK", weights=5)
+    for order in FEW:
+        found, report = steps(kind, made, order)
+        assert_equal(found, alone(kind))
+        assert report.weights.offloaded_bytes > 0
+        assert report.offloaded_bytes == report.reloaded_bytes > 0
+        assert "of these layers' activations" not in report.explain()
+
+
+@pytest.mark.parametrize(
+    ("letters", "told"),
+    [
+        (
+            "RREEKK",
+            r"layer norms and activations are recomputed in layers\[3\], model.layers.3, but not in layers\[0\]",
+        ),
+        (
+            "OOEEKK",
+            r"layer norms and activations are recomputed in layers\[3\], model.layers.3, but not in layers\[0\]",
+        ),
+        ("eROKKK", r"activations are offloaded in layers\[2\], model.layers.2, but not in layers\[1\]"),
+        ("EEOOKK", r"activations are offloaded in layers\[3\], model.layers.3, but not in layers\[0\]"),
+        ("eeOrrr", "the plan offloads everything of the last layer"),
+    ],
+)
+def test_mixes_that_training_cannot_carry_out_are_refused(letters: str, told: str) -> None:
+    model = model_of("Llama")
+    with pytest.raises(ConfigError, match=told):
+        hostward.attach(model, plan=mix("Llama", letters), backend=SimulatedBackend(threads=1))
+    assert not any(switches(model))
