@@ -6,7 +6,7 @@ everything.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -149,9 +149,27 @@ class AllSizes(hostward.Activations):
         super().__init__(num_layers=num_layers, min_bytes=64)
 
 
-def steps(kind: str, plan: PlanFile | None, order: Order) -> tuple[dict[str, torch.Tensor], Any]:
+def around_calls(model: Any) -> None:
+    """Give the layers the checkpoints of transformers before 5.20, which are around their calls."""
+    kind: Any = type(model.model.layers[0])
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = partial(torch.nn.Module.__call__, self, **kwargs)
+        return self._gradient_checkpointing_func(plain, *args) if self.gradient_checkpointing else plain(*args)
+
+    older: Any = type("Older", (kind,), {"__call__": call})
+    older.forward = kind.forward.__wrapped__
+    for layer in model.model.layers:
+        layer.__class__ = older
+
+
+def steps(
+    kind: str, plan: PlanFile | None, order: Order, *, older: bool = False
+) -> tuple[dict[str, torch.Tensor], Any]:
     """Two steps of two microbatches with dropout: all gradients, weights and state; the report of what was attached."""
     model, found, report = model_of(kind), {}, None
+    if older:
+        around_calls(model)
     made: dict[str, list[torch.Tensor]] = {name: [] for name, _ in model.named_parameters()}
     for name, p in model.named_parameters():
         p.register_hook(lambda grad, name=name: made[name].append(grad.clone()))
@@ -192,6 +210,20 @@ def test_mixed_treatments_keep_the_bits(kind: str, letters: str, monkeypatch: py
         assert (report.offloaded_bytes > 0) == any(keep in LEAVES for keep in treatments(letters))
         assert report.offloaded_bytes == report.reloaded_bytes
         assert report.on_demand_bytes == 0
+
+
+@pytest.mark.parametrize("letters", ["eEERRK", "errRRK", "rrrrRR"])
+def test_checkpoints_around_the_calls_of_layers_are_followed(letters: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: the plan's checkpoints took the place of those that were followed. Inputs of recomputed layers stayed
+    on the device, and what other layers had offloaded was not freed.
+    """
+    monkeypatch.setattr(attachment, "Activations", AllSizes)
+    made = mix("Llama", letters)
+    for order in FEW:
+        found, report = steps("Llama", made, order, older=True)
+        assert_equal(found, alone("Llama"))
+        assert report.offloaded_bytes == steps("Llama", made, order)[1].offloaded_bytes
+        assert report.offloaded_bytes == report.reloaded_bytes == report.freed_bytes + report.held_bytes
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3Moe"])
