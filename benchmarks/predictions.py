@@ -232,10 +232,10 @@ def scaled(result: dict[str, Any], row: dict[str, Any]) -> tuple[Workload, Choic
 
 
 def recipe_run(result: dict[str, Any]) -> tuple[str, Workload, Choice] | None:
-    """A name, and what the first rank of a run's report ran; None of a simulated device, of an "auto" mix, and of a
-    model that is divided otherwise than by rows.
+    """A name, and what the first rank of a run's report ran; None of a simulated device, of an "auto" mix, of a model
+    that is divided otherwise than by rows, and of a plan, whose treatments of layers no report tells.
     """
-    if result["memory"].get("device_peak_bytes") is None:
+    if result["memory"].get("device_peak_bytes") is None or "--plan" in result["command"]:
         return None
     words = [w for w in result["command"].split() if re.fullmatch(r"\w+\.\w+=\S+", w)]
     config = apply_overrides(recipes.load(result["recipe"]), words)

@@ -165,8 +165,22 @@ class Gradients:
 
     @property
     def before_bytes(self) -> int:
-        """Return the bytes on the device when backward begins."""
-        return self.staying_bytes if self.accumulate else 0
+        """Return the bytes on the device when the last backward begins."""
+        return self.staying_bytes + int(self._in_flight.sum()) if self.accumulate else 0
+
+    @cached_property
+    def _in_flight(self) -> Ints:
+        """Return the bytes of the newest gradients that a microbatch has offloaded, in the order in which the next
+        microbatch's gradients free them, the first with its first.
+        """
+        facts, found = self._facts, np.zeros(GRADIENTS_IN_FLIGHT, np.int64)
+        newest = facts.ready[self._leaving[facts.ready]][-GRADIENTS_IN_FLIGHT:]
+        counted = self._stays.copy()
+        for at, bucket in reversed(list(enumerate(newest.tolist()))):  # a gradient goes with its last bucket
+            of = np.unique(facts.part_parameter[facts.part_bucket == bucket])
+            found[at] = self._bytes_of[of[~counted[of]]].sum()
+            counted[of] = True
+        return found
 
     @cached_property
     def temporary(self) -> Floats:
@@ -210,6 +224,9 @@ class Gradients:
         # One rank has the next gradient when it frees one; several have all of a layer, and then free those before.
         until = 1 if facts.workload.gathering else 2
         np.add.at(change, freed_at[gone].astype(np.int64) + until, -nbytes[gone])
+        if self.accumulate:
+            sent = facts.ready_at[self._leaving[facts.ready]][:GRADIENTS_IN_FLIGHT]
+            np.add.at(change, sent + until, -self._in_flight[: len(sent)])
         found: Floats = self._made + change[:-1].cumsum()
         return found
 
