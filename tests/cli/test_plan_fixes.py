@@ -81,7 +81,7 @@ def assert_each_fits(cli: Cli, printed: str) -> list[tuple[str, list[str]]]:
             "--hardware rtx-4090 --host-memory 256GiB --gpus 4 --batch 8",
             [
                 "--reshard --hardware rtx-4090 --gpus 4 --host-memory 256GiB optimizer.exp_avg_dtype=fp8",
-                "--reshard --hardware rtx-4090 --gpus 4 --host-memory 467.2GiB",
+                "--reshard --hardware rtx-4090 --gpus 4 --host-memory 467.8GiB",
                 "--reshard --hardware rtx-4090 --gpus 4 --device-memory 72.7GiB",
             ],
         ),

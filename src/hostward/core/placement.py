@@ -188,28 +188,39 @@ def placements_of(buckets: Sequence[Bucket], fraction: float, streamed_fraction:
     forward needs, so their step and upload have the most time. Streamed and host buckets alternate, a streamed one
     first: its state can be prefetched while the norm is not yet known, so that the next forward starts without a stall.
     """
-    fraction = checked_fraction(fraction)
-    share = checked_fraction(streamed_fraction, "streamed_fraction")
     sizes = [b.state_bytes for b in buckets]
-    cumulative = [0, *accumulate(reversed(sizes))]
-    wanted = fraction * cumulative[-1]
-    above = min(bisect_left(cumulative, wanted), len(buckets))
-    count = min(max(0, above - 1), above, key=lambda k: abs(cumulative[k] - wanted))
-    on_device = len(buckets) - count
-    placements, on_host, by_stream = [Placement.DEVICE] * on_device, Placement.HOST, Placement.STREAMED
+    count = offloaded_count([0, *accumulate(reversed(sizes))], fraction)
+    stay = len(sizes) - count
+    return [Placement.DEVICE] * stay + alternating(sizes[stay:], streamed_fraction)
+
+
+def offloaded_count(cumulative: Sequence[int], fraction: float) -> int:
+    """Return how many of the last buckets are offloaded for this share of the state bytes, to within half of one.
+
+    Args:
+        cumulative: state bytes of none of the buckets, of the last one, of the last two, and so on to all of them.
+    """
+    wanted = checked_fraction(fraction) * cumulative[-1]
+    above = min(bisect_left(cumulative, wanted), len(cumulative) - 1)
+    return min(max(0, above - 1), above, key=lambda k: abs(cumulative[k] - wanted))
+
+
+def alternating(sizes: Sequence[int], streamed_fraction: float) -> list[Placement]:
+    """Return the placements of offloaded buckets with these state bytes, of which this share is streamed."""
+    share = checked_fraction(streamed_fraction, "streamed_fraction")
+    on_host, by_stream, placements = Placement.HOST, Placement.STREAMED, list[Placement]()
     if share in (0.0, 1.0):
-        return placements + [by_stream if share else on_host] * count
-    offloaded = sizes[on_device:]
+        return [by_stream if share else on_host] * len(sizes)
     # A GPU staging buffer holds the largest streamed bucket: a few large ones would make every buffer as large.
-    largest = LARGEST_STREAMED * sorted(offloaded)[count // 2] if offloaded else 0
-    small_bytes = sum(size for size in offloaded if size <= largest)
-    asked_bytes = share * sum(offloaded)
+    largest = LARGEST_STREAMED * sorted(sizes)[len(sizes) // 2] if sizes else 0
+    small_bytes = sum([size for size in sizes if size <= largest])
+    asked_bytes = share * sum(sizes)
     among_small = asked_bytes <= small_bytes
     if among_small and small_bytes:
         share = asked_bytes / small_bytes
     tolerance = min(share, 1 - share)
     seen = streamed = 0
-    for size in offloaded:
+    for size in sizes:
         if among_small and size > largest:
             placements.append(on_host)
             continue

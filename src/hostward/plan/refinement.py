@@ -5,7 +5,8 @@ Here each treatment of all layers, and some of half of them, is tried with sever
 offloaded, the fewest that fit among them, and several streamed shares, each with the least state offloaded that the
 device's memory allows. From the best of them, of several kinds, one decision is varied at a time, or two that trade
 memory with each other, in steps that get smaller, as long as the predicted step gets shorter (a pattern search, as of
-Hooke and Jeeves, 1961).
+Hooke and Jeeves, 1961). Among them is the order of offloaded buckets: streamed ones and those that the CPU steps
+alternate, or half or all of the streamed ones come first.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heappop, heappush
-from itertools import product
+from itertools import accumulate, product
 from typing import Generic, Protocol, TypeVar
 
-from hostward.core.placement import Placement, placements_of
+from hostward.core.placement import Placement, alternating, offloaded_count
 from hostward.plan.cost_model import Costs
 from hostward.plan.decisions import ELEMENTWISE, LEAVES, RECOMPUTED, Choice, Keep
 from hostward.plan.solver import LAST_STAY, STAYING, TREATMENTS, Forced
@@ -29,6 +30,8 @@ AWAY = (0.0, 1 / 4, 1 / 2, 3 / 4, 1.0)
 """Shares of the layers whose weights are offloaded that are tried with each treatment of all layers."""
 SHARES = (0.0, 1 / 4, 1 / 2, 3 / 4, 1.0)
 """Streamed shares of the offloaded state that are tried with each of them."""
+LEADS = (0.0, 1 / 2, 1.0)
+"""Shares of the streamed buckets that come before all others that are offloaded."""
 CLOSER = (1 / 8, 1 / 16)
 """Distances from the best of these shares that are tried next."""
 WORTH_FOLLOWING = 0.1
@@ -45,8 +48,21 @@ save to be followed.
 """
 SLACK = 0.01
 """Share of the step's time by which a variation's lower bound may tell less of it than that of the varied choice."""
-FOLLOWED = (4, 3, 2, 1, 1)
+FOLLOWED = (3, 2, 1, 1, 1)
 """Numbers of the best choices from which variations of each of these sizes are tried."""
+
+
+@dataclass(frozen=True)
+class _Free:
+    """Hold the buckets whose placement may vary, by their numbers, and the bytes of their state."""
+
+    numbers: Sequence[int]
+    sizes: Sequence[int]
+
+    @cached_property
+    def cumulative(self) -> Sequence[int]:
+        """Return the bytes of none of them, of the last one, of the last two, and so on to all."""
+        return [0, *accumulate(reversed(self.sizes))]
 
 
 @dataclass(frozen=True)
@@ -60,16 +76,14 @@ class Neighbourhood:
     costs: Costs
     forced: Forced
     weights_vary: bool = True
-    _placements: dict[tuple[frozenset[str], float, float], tuple[Placement, ...]] = field(default_factory=dict)
-    _free_beside: dict[frozenset[str], list[int]] = field(default_factory=dict)
+    _placements: dict[tuple[frozenset[str], int, float, float], tuple[Placement, ...]] = field(default_factory=dict)
+    _leads: dict[tuple[Placement, ...], float] = field(default_factory=dict)
+    _shares: dict[tuple[tuple[Placement, ...], frozenset[str]], tuple[float, float]] = field(default_factory=dict)
+    _free_beside: dict[frozenset[str], _Free] = field(default_factory=dict)
 
     @property
     def workload(self) -> Workload:
         return self.costs.workload
-
-    @cached_property
-    def _state_bytes(self) -> Sequence[int]:
-        return [bucket.state_bytes for bucket in self.workload.inventory.buckets]
 
     @cached_property
     def names(self) -> Sequence[str]:
@@ -102,6 +116,10 @@ class Neighbourhood:
         varied = [share for share in (max(0.0, streamed - step), min(1.0, streamed + step)) if share != streamed]
         yield choice, varied
         yield self.placed(choice, min(1.0, fraction + step), streamed), (streamed, *varied)
+        between = [share for share in (streamed, *varied) if 0.0 < share < 1.0]
+        for lead, share in product(LEADS, between if fraction else ()):
+            if lead != self.lead(choice):
+                yield self.placed(choice, fraction, share, lead), (share,)
         for away in self._more_or_fewer_away(choice, count):
             yield away, (streamed, *varied)
         for before, after in self._pairs(choice):
@@ -188,8 +206,6 @@ class Neighbourhood:
     def _allowed(self, keeps: Sequence[Keep]) -> bool:
         """Return whether training supports these treatments of the layers that are not forced."""
         free = [keep for i, keep in enumerate(keeps) if i not in self.forced.activations]
-        if any(keep in ELEMENTWISE for keep in free) and any(keep in (*RECOMPUTED, Keep.OFFLOAD) for keep in free):
-            return False
         for first in (LEAVES, ELEMENTWISE):  # these are counted from the first layer on
             count = sum(keep in first for keep in free)
             if not all(keep in first for keep in free[:count]):
@@ -199,38 +215,71 @@ class Neighbourhood:
 
     # ------------------------------------------------------------------ placements
 
-    def _free(self, choice: Choice) -> list[int]:
+    def _free(self, choice: Choice) -> _Free:
         """Return the buckets whose placement may vary."""
         away = choice.offloaded_weights
         if away not in self._free_beside:
             buckets, forced = self.workload.inventory.buckets, self.forced.placements
-            self._free_beside[away] = [i for i, b in enumerate(buckets) if i not in forced and b.layer not in away]
+            numbers = [i for i, b in enumerate(buckets) if i not in forced and b.layer not in away]
+            self._free_beside[away] = _Free(numbers, [buckets[i].state_bytes for i in numbers])
         return self._free_beside[away]
+
+    @cached_property
+    def _held(self) -> Sequence[Placement]:
+        """Return the placements that are forced, and the host for all others."""
+        return [self.forced.placements.get(i, Placement.HOST) for i in range(len(self.workload.inventory.buckets))]
 
     def shares(self, choice: Choice) -> tuple[float, float]:
         """Return the share of the free buckets' state that is offloaded, and the share of that which is streamed."""
-        state_bytes, sizes = self._state_bytes, dict.fromkeys(Placement, 0)
-        for i in self._free(choice):
-            sizes[choice.placements[i]] += state_bytes[i]
-        offloaded = sizes[Placement.STREAMED] + sizes[Placement.HOST]
-        total = offloaded + sizes[Placement.DEVICE]
-        return offloaded / total if total else 1.0, sizes[Placement.STREAMED] / offloaded if offloaded else 0.0
+        key = choice.placements, choice.offloaded_weights
+        if key not in self._shares:
+            free, sizes = self._free(choice), dict.fromkeys(Placement, 0)
+            for i, nbytes in zip(free.numbers, free.sizes, strict=True):
+                sizes[choice.placements[i]] += nbytes
+            offloaded = sizes[Placement.STREAMED] + sizes[Placement.HOST]
+            total = offloaded + sizes[Placement.DEVICE]
+            streamed = sizes[Placement.STREAMED] / offloaded if offloaded else 0.0
+            self._shares[key] = offloaded / total if total else 1.0, streamed
+        return self._shares[key]
 
     def free_state(self, choice: Choice) -> tuple[int, int]:
         """Return the number of buckets whose placement may vary, and the bytes of their state."""
         free = self._free(choice)
-        return len(free), sum([self._state_bytes[i] for i in free])
+        return len(free.numbers), free.cumulative[-1]
 
-    def placed(self, choice: Choice, fraction: float, streamed: float) -> Choice:
-        """Return the choice with these shares of the free buckets' state; those of offloaded layers are on the host."""
-        key = choice.offloaded_weights, fraction, streamed
+    def placed(self, choice: Choice, fraction: float, streamed: float, lead: float | None = None) -> Choice:
+        """Return the choice with these shares of the free buckets' state; those of offloaded layers are on the host.
+
+        Args:
+            lead: the share of the streamed buckets that come before the others of the offloaded ones, which alternate;
+                None: as it is. With 1, the CPU steps what backward makes first, and has the most time for it.
+        """
+        free, lead = self._free(choice), self.lead(choice) if lead is None else lead
+        stay = len(free.numbers) - offloaded_count(free.cumulative, fraction)
+        key = choice.offloaded_weights, stay, streamed, lead
         if key not in self._placements:
-            buckets, free = self.workload.inventory.buckets, self._free(choice)
-            found = [self.forced.placements.get(i, Placement.HOST) for i in range(len(buckets))]
-            for i, placement in zip(free, placements_of([buckets[i] for i in free], fraction, streamed), strict=True):
+            found = list(self._held)
+            placements = [Placement.DEVICE] * stay + with_lead(free.sizes[stay:], streamed, lead)
+            for i, placement in zip(free.numbers, placements, strict=True):
                 found[i] = placement
             self._placements[key] = tuple(found)
+            self._leads.setdefault(self._placements[key], lead)
         return replace(choice, placements=self._placements[key])
+
+    def lead(self, choice: Choice) -> float:
+        """Return the share of the streamed buckets that come first; 0.0 for placements that were not made here."""
+        return self._leads.get(choice.placements, 0.0)
+
+
+def with_lead(sizes: Sequence[int], streamed: float, lead: float) -> list[Placement]:
+    """Return placements as `alternating`, but with `lead` of the streamed buckets before all others."""
+    found = alternating(sizes, streamed)
+    streams = found.count(Placement.STREAMED)
+    if not lead or not 0 < streams < len(found):
+        return found
+    first = round(lead * streams)
+    behind = alternating(sizes[first:], (streams - first) / (len(found) - first))
+    return [*[Placement.STREAMED] * first, *behind]
 
 
 class Judged(Protocol):
@@ -322,10 +371,14 @@ class PatternSearch(Generic[J]):
             best, excess = better, self.excess_bytes(better)
         return best
 
-    def spread(self, start: Choice, shares: Sequence[float] = SHARES) -> list[J]:
+    def spread(self, start: Choice, shares: Sequence[float] = SHARES, limit_s: float = math.inf) -> list[J]:
         """Return the best choices with each treatment of all layers and several numbers of offloaded layers.
 
-        `shares`: streamed shares to try with each. Those that cannot be worth following are left out.
+        Those that cannot be worth following are left out.
+
+        Args:
+            shares: streamed shares to try with each.
+            limit_s: what takes longer than so many seconds is not worth following.
         """
         around, made = self.neighbourhood, list[tuple[Choice, list[J]]]()
         numbers = {round(part * around.most_away) for part in AWAY}
@@ -336,14 +389,25 @@ class PatternSearch(Generic[J]):
         found = list[J]()
         for choice, judged in made:
             excess, least_s = min(map(self._bound, judged))
-            if found and not excess and least_s > self.best(found).order[0] * (1 + WORTH_FOLLOWING):
+            if found and not excess and least_s > min(limit_s, self.best(found).order[0] * (1 + WORTH_FOLLOWING)):
                 break
             best = self.best(judged)
             for distance in CLOSER if not excess else ():
                 share = around.shares(best.choice)[1]
                 best = self.best([best, *self.filled(choice, (max(0.0, share - distance), min(1.0, share + distance)))])
             found.append(best)
+            if not excess:
+                found += self._with_lead(choice, around.shares(best.choice)[1])
         return found
+
+    def _with_lead(self, choice: Choice, share: float) -> list[J]:
+        """Return the best choice that streams about this share of the state, all of it before the rest, if any fits."""
+        judged = list[J]()
+        for streamed in (share - CLOSER[0], share, share + CLOSER[0]):
+            if 0.0 < streamed < 1.0:
+                leading = self.neighbourhood.placed(choice, 1.0, streamed, 1.0)
+                judged += [found for found in self.filled(leading, (streamed,)) if not self.excess_bytes(found)]
+        return [self.best(judged)] if judged else []
 
     def _fewest_away(self, choice: Choice) -> int:
         """Return how many layers' weights must be offloaded if all state is on the host; the most if none fits."""

@@ -342,10 +342,12 @@ class Frontier:
         if not excess(start) and gradients_bytes > budgets.limits.get("device", math.inf):
             search.hopeless = frozenset({False})  # the device would hold all of them
         spread = search.spread(start.choice)
-        # No variation leads from few layers with offloaded weights to many, or between two kinds of recomputation.
-        apart: dict[tuple[bool, tuple[Keep, ...]], list[Candidate]] = {}
+        # Few variations lead from few layers with offloaded weights to many, or from one treatment of all to another.
+        apart: dict[tuple[bool, tuple[Keep, ...], float], list[Candidate]] = {}
         for found in [start, *spread]:
-            apart.setdefault((bool(found.choice.offloaded_weights), found.choice.activations[:1]), []).append(found)
+            choice = found.choice
+            kind = bool(choice.offloaded_weights), choice.activations[:1], search.neighbourhood.lead(choice)
+            apart.setdefault(kind, []).append(found)
         # The best of its kind may lead less far than the first of all.
         starts = list({c.choice: c for c in (start, *map(search.best, apart.values()))}.values())
         best = search.best(starts)
@@ -371,7 +373,8 @@ class Frontier:
             return  # there is not much to save
         few = replace(best.choice, staging_bytes=self._few_buffers_bytes)  # which what it is varied to has as well
         start = self._weigh(few, on_host=few.gradients_on_host)
-        found = search.best([start, *search.spread(start.choice, FEW_BUFFERS_SHARES)])
+        limit_s = best.prediction.step_s * (1 + NOT_MUCH)
+        found = search.best([start, *search.spread(start.choice, FEW_BUFFERS_SHARES, limit_s)])
         if found.prediction.step_s < best.prediction.step_s * (1 - WORTH_FEW_BUFFERS):
             search.follow([found])
 

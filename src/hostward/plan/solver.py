@@ -18,7 +18,7 @@ from typing import Any
 from hostward.core.placement import Placement, placements_of
 from hostward.errors import needed_for
 from hostward.plan.cost_model import GUESS_SECONDS, SUM_BYTES, Costs
-from hostward.plan.decisions import ELEMENTWISE, LEAVES, RECOMPUTED, Choice, Keep
+from hostward.plan.decisions import ELEMENTWISE, LEAVES, Choice, Keep
 from hostward.plan.lane_simulator import Queue
 from hostward.schedule.staging import MIN_STAGING_BUFFERS, STAGING_BACKWARD_SHARE
 from hostward.schedule.weights import weight_prefetch_depth
@@ -116,7 +116,7 @@ class LinearProgram:
         self.layer_kinds = self._layer_kinds()
         self.placed = [self._shared(1, self._placements(members[0])) for members in self.bucket_kinds]
         self.kept = [self._shared(len(members), self._keeps(members[0])) for members in self.layer_kinds]
-        self._one_recomputation()
+        self._counted_from_the_first()
         self._last_stay()
         self._time()
         self._memory()
@@ -168,14 +168,17 @@ class LinearProgram:
         cost = self.costs.layers[self.costs.repeated[position]]
         return [k for k in Keep if k not in ELEMENTWISE or cost.elementwise_bytes]
 
-    def _one_recomputation(self) -> None:
-        """Exclude whole-layer recomputation and plain offloading where any layer uses elementwise recomputation."""
-        whole = self._so_or_so()
+    def _counted_from_the_first(self) -> None:
+        """Exclude what cannot be both counted from the first layer on: layers that offload but do not recompute layer
+        norms, before others that recompute them but do not offload.
+        """
+        plain = self._so_or_so()  # whether any layer offloads without that
         count = sum(len(members) for members in self.layer_kinds)
         free = [k for k in self.kept if len(k) > 1]
-        others = (*RECOMPUTED, Keep.OFFLOAD)
-        self.rows.at_most({**{k[o]: 1.0 for k in free for o in others if o in k}, whole: -count}, 0.0)
-        self.rows.at_most({**{k[o]: 1.0 for k in free for o in ELEMENTWISE if o in k}, whole: count}, count)
+        others = [keep for keep in LEAVES if keep not in ELEMENTWISE]
+        self.rows.at_most({**{k[o]: 1.0 for k in free for o in others if o in k}, plain: -count}, 0.0)
+        inside = [k[Keep.ELEMENTWISE] for k in free if Keep.ELEMENTWISE in k]
+        self.rows.at_most({**dict.fromkeys(inside, 1.0), plain: count}, count)
 
     def _last_stay(self) -> None:
         leaving = [k[o] for k in self.kept if len(k) > 1 for o in LEAVES if o in k]

@@ -15,7 +15,7 @@ import numpy as np
 from hostward.core.placement import Placement
 from hostward.plan.decisions import LEAVES, Choice, Keep
 from hostward.plan.gradient_memory import Bools, Facts, Floats, Gradients, Ints
-from hostward.plan.workload import Curve, Layer, Moment, PerToken, Way
+from hostward.plan.workload import Curve, Layer, Moment, PerToken, Way, Workload
 from hostward.schedule.staging import (
     MIN_STAGING_BUFFERS,
     StagingDecision,
@@ -117,6 +117,50 @@ class Moments:
     """First moment of each layer in forward; in backward the first at which the rank has each gradient."""
 
 
+class LayerSizes:
+    """Hold what does not depend on the choice: the bytes of each layer's weights, and of what several ranks gather and
+    scatter.
+
+    Arrays are by layer, in the workload's order.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        layers = workload.layers
+        self.repeated = repeated = np.array([layer.repeated for layer in layers], np.bool_)
+        self.visits: Ints = repeated.cumsum() - repeated
+        """Listed layers before each layer."""
+        self.weights = np.array([layer.weight_bytes for layer in layers], np.int64)
+        self.whole: Ints = self.weights * workload.gathering
+        """Bytes that each layer has when it is gathered from several ranks."""
+        self.trained: Ints = np.array([layer.trained_weight_bytes for layer in layers], np.int64) * workload.gathering
+        """Bytes of each layer's gradients before several ranks have reduced them."""
+        self.whole_before: Ints = np.concatenate(([0], self.whole.cumsum(), [self.whole.sum()]))
+        """Gathered bytes of all layers before each layer."""
+        tied = not layers[0].repeated and layers[-1].weight_bytes < layers[0].weight_bytes
+        self.root = int(self.whole[0]) if tied and workload.resharded else 0
+        """Bytes in an embedding that is the output layer as well: the root gathers it, so it is unsharded in all of a
+        pass.
+        """
+        self.reduced = 2 if workload.reduced_in_fp32 else 1
+        """Bytes of what is scattered over those of the gradients in it, which are 16-bit."""
+        # The root itself gathers what is between the repeated layers and the output layer, such as the last norm, and
+        # an output layer whose weight is the embedding's.
+        ends = (0,) if tied else (0, len(layers) - 1)
+        groups = [i for i, weights in enumerate(self.whole) if weights and (repeated[i] or i in ends)]
+        self.heads_a_group = not tied
+        at = np.searchsorted(groups, np.arange(len(layers)))
+        behind = np.searchsorted(groups, np.arange(len(layers)), side="right")
+        self.of_group_before = np.append(0, self.whole[groups])[at]
+        """Gathered bytes of the group before each layer; of the first 0."""
+        self.scattered_behind = self.reduced * np.append(self.trained[groups], 0)[behind]
+        """Bytes from which the gradients of the group behind each layer are scattered; of the last 0."""
+        self.flat = np.append(0, self.whole[groups])[behind]
+        """Bytes in the memory into which the group of each layer was gathered, or that before it."""
+        self.left = self.reduced * int(next(filter(None, self.trained), 0))
+        """Bytes scattered last in a backward: they stay until the next microbatch has something to scatter."""
+        self.left_until = len(layers) - (2 if tied else 1)
+
+
 class Passes:
     """Make the moments of forward and backward of a workload, once for all choices with the same ways."""
 
@@ -134,6 +178,7 @@ class Passes:
         """
         self._known: dict[tuple[Way, ...], tuple[Moments, Moments]] = {}
         self._layers: dict[tuple[tuple[Keep, ...], frozenset[str]], LayerMemory] = {}
+        self.sizes = LayerSizes(workload)
 
     def layers(self, choice: Choice) -> LayerMemory:
         """Return what layers hold under a choice; placements of state make no difference to it."""
@@ -236,9 +281,8 @@ class LayerMemory:
         workload = self._workload
         layers = workload.layers
         self.count = len(layers)
-        repeated = np.array([layer.repeated for layer in layers], np.bool_)
-        self._visits: Ints = repeated.cumsum() - repeated
-        """Listed layers before each layer."""
+        self._sizes = sizes = passes.sizes
+        repeated = sizes.repeated
         keeps: list[Keep | None] = [None] * len(layers)
         for i, keep in zip(np.flatnonzero(repeated), activations, strict=True):
             keeps[i] = keep
@@ -258,42 +302,12 @@ class LayerMemory:
         """Host bytes of all layers before a place among the listed layers."""
         last_away = np.flatnonzero(leaves[repeated]).max(initial=-1)
         self._window = max(1, int(repeated.sum()) - 1 - int(last_away))
-        self._weights = np.array([layer.weight_bytes for layer in layers], np.int64)
-        self._whole: Ints = self._weights * workload.gathering
-        """Bytes that each layer has when it is gathered from several ranks."""
-        self._trained: Ints = np.array([layer.trained_weight_bytes for layer in layers], np.int64) * workload.gathering
-        """Bytes of each layer's gradients before several ranks have reduced them."""
-        self._whole_before: Ints = np.concatenate(([0], self._whole.cumsum(), [self._whole.sum()]))
-        """Gathered bytes of all layers before each layer."""
-        tied = not layers[0].repeated and layers[-1].weight_bytes < layers[0].weight_bytes
-        self._root = int(self._whole[0]) if tied and workload.resharded else 0
-        """Bytes in an embedding that is the output layer as well: the root gathers it, so it is unsharded in all of a
-        pass.
-        """
-        self._reduced = 2 if workload.reduced_in_fp32 else 1
-        """Bytes of what is scattered over those of the gradients in it, which are 16-bit."""
-        # The root itself gathers what is between the repeated layers and the output layer, such as the last norm, and
-        # an output layer whose weight is the embedding's.
-        ends = (0,) if tied else (0, len(layers) - 1)
-        groups = [i for i, weights in enumerate(self._whole) if weights and (repeated[i] or i in ends)]
-        self._heads_a_group = not tied
-        at = np.searchsorted(groups, np.arange(len(layers)))
-        behind = np.searchsorted(groups, np.arange(len(layers)), side="right")
-        self._of_group_before = np.append(0, self._whole[groups])[at]
-        """Gathered bytes of the group before each layer; of the first 0."""
-        self._scattered_behind = self._reduced * np.append(self._trained[groups], 0)[behind]
-        """Bytes from which the gradients of the group behind each layer are scattered; of the last 0."""
-        self._flat = np.append(0, self._whole[groups])[behind]
-        """Bytes in the memory into which the group of each layer was gathered, or that before it."""
-        self._left = self._reduced * int(next(filter(None, self._trained), 0))
-        """Bytes scattered last in a backward: they stay until the next microbatch has something to scatter."""
-        self._left_until = len(layers) - (2 if tied else 1)
         self._fetched = bool(away)
         self._ahead = weight_prefetch_depth(gathered=workload.ranks > 1)
         offloaded = np.array([layer.name in away for layer in layers], np.bool_)
-        self._offloaded = np.where(offloaded, self._weights, 0)
+        self._offloaded = np.where(offloaded, self._sizes.weights, 0)
         """Bytes of weights by layer, where they are offloaded."""
-        self._always = int(self._weights.sum() - self._offloaded.sum())
+        self._always = int(self._sizes.weights.sum() - self._offloaded.sum())
         self.resident_weight_bytes = self._always + int(self._offloaded[repeated][: self._ahead].sum())
         """Bytes of weights between steps, when the first offloaded layers are already being prefetched."""
         self.loads = bool(leaves.any()) or self._fetched
@@ -337,8 +351,8 @@ class LayerMemory:
         workload = self._workload
         if workload.fetched_anew or workload.microbatches == 1:
             return None
-        gathered = self._whole_before[-1] + self._scattered(again=workload.microbatches > 2)
-        reducing = self._whole_before[-1] + (1 + self._reduced) * self._trained
+        gathered = self._sizes.whole_before[-1] + self._scattered(again=workload.microbatches > 2)
+        reducing = self._sizes.whole_before[-1] + (1 + self._sizes.reduced) * self._sizes.trained
         return Timeline.of(self._in_backward(gathered, reducing, lets_go=False))
 
     def _in_forward(self) -> Columns:
@@ -365,7 +379,7 @@ class LayerMemory:
         total = np.subtract.accumulate(np.append(self._kept.cumsum()[-1], self._kept[::-1]))[:0:-1]
         # Of an output layer that is a group: the one before it is gathered when backward of the loss is over.
         in_loss = (moments.layer == self.count - 1) & ~(moments.begun | moments.ends)
-        later = self._of_group_before[-1] if self._workload.resharded and self._heads_a_group else 0
+        later = self._sizes.of_group_before[-1] if self._workload.resharded and self._sizes.heads_a_group else 0
         kept = (total + self._back)[moments.layer]
         if lets_go:
             kept = kept - np.where(moments.begun, self._let_go[moments.layer], 0.0)
@@ -381,7 +395,7 @@ class LayerMemory:
         """Return the bytes of earlier layers' saved tensors whose D2H copies still hold device memory, in forward of
         each layer.
         """
-        at = self._visits
+        at = self._sizes.visits
         return self._parked_before[at] - self._parked_before[np.minimum(at, np.maximum(0, at - self._window + 1))]
 
     @property
@@ -389,7 +403,7 @@ class LayerMemory:
         """Return the bytes of earlier layers' saved tensors that are reloaded or being reloaded, in backward of each
         layer.
         """
-        at = self._visits
+        at = self._sizes.visits
         back = self._parked_before[at] - self._parked_before[np.maximum(0, at - self._window)]
         return np.where(at == len(self._parked_before) - 1, 0.0, back)
 
@@ -399,7 +413,7 @@ class LayerMemory:
         Args:
             step: 1 in forward, -1 in backward.
         """
-        found = np.full(len(self._weights), float(self._always))
+        found = np.full(len(self._sizes.weights), float(self._always))
         whole = not self._workload.fetched_anew and (step < 0 or self._workload.microbatches > 1)
         if not whole and self._fetched:
             for ahead in range(min(self._ahead, len(found) - 1) + 1):
@@ -414,21 +428,21 @@ class LayerMemory:
         last. The memory into which a layer was gathered, and from which it was copied, stays until the next one has
         been copied likewise. The last one's stays until the end of forward.
         """
-        whole, left = self._whole, self._left if self._workload.microbatches > 1 else 0
+        whole, left = self._sizes.whole, self._sizes.left if self._workload.microbatches > 1 else 0
         if self._workload.resharded:
-            held = self._beyond(0, self._root) + whole + left
+            held = self._beyond(0, self._sizes.root) + whole + left
         elif self._workload.microbatches > 1:
-            return np.full(len(moments.layer), float(self._whole_before[-1] + self._left))
+            return np.full(len(moments.layer), float(self._sizes.whole_before[-1] + self._sizes.left))
         else:
-            held = self._whole_before[1:-1].astype(np.float64)
+            held = self._sizes.whole_before[1:-1].astype(np.float64)
         own = moments.own + moments.loss
-        copied = held + self._flat + np.where(whole, self._of_group_before, 0)  # before the layer runs
-        found: Floats = np.maximum((held + self._flat)[moments.layer] + own, copied[moments.layer]) - own
+        copied = held + self._sizes.flat + np.where(whole, self._sizes.of_group_before, 0)  # before the layer runs
+        found: Floats = np.maximum((held + self._sizes.flat)[moments.layer] + own, copied[moments.layer]) - own
         return found
 
     def _beyond(self, layer: int, nbytes: float) -> Floats:
         """Return these bytes for the layers after this one, and none for the others."""
-        return np.where(np.arange(len(self._whole)) > layer, float(nbytes), 0.0)
+        return np.where(np.arange(len(self._sizes.whole)) > layer, float(nbytes), 0.0)
 
     @property
     def _gathered_behind(self) -> Floats:
@@ -438,14 +452,14 @@ class LayerMemory:
         the layer itself come one by one. (Where a gradient has two halves, the curves show how long the first waits for
         the other.)
         """
-        return self._others + self._whole + self._scattered(again=self._workload.microbatches > 1)
+        return self._others + self._sizes.whole + self._scattered(again=self._workload.microbatches > 1)
 
     @property
     def _others(self) -> Floats:
         """Return the unsharded bytes of other layers in backward of each layer."""
         if not self._workload.resharded:
-            return self._whole_before[:-2].astype(np.float64)
-        found: Floats = self._of_group_before + self._beyond(1, self._root)
+            return self._sizes.whole_before[:-2].astype(np.float64)
+        found: Floats = self._sizes.of_group_before + self._beyond(1, self._sizes.root)
         return found
 
     @property
@@ -455,7 +469,7 @@ class LayerMemory:
         The layer is sharded again, and its gradients are copied to where they are scattered from. The memory from which
         the previous layer's were scattered is free by then.
         """
-        return self._others + (1 + self._reduced) * self._trained
+        return self._others + (1 + self._sizes.reduced) * self._sizes.trained
 
     def _scattered(self, *, again: bool) -> Floats:
         """Return the bytes being scattered in backward of each layer.
@@ -463,7 +477,9 @@ class LayerMemory:
         Args:
             again: whether another microbatch's backward ran before.
         """
-        found: Floats = self._beyond(self._left_until - 1, self._left * again) + self._scattered_behind
+        found: Floats = (
+            self._beyond(self._sizes.left_until - 1, self._sizes.left * again) + self._sizes.scattered_behind
+        )
         return found
 
 
