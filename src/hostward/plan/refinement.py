@@ -26,7 +26,7 @@ from hostward.plan.decisions import ELEMENTWISE, LEAVES, RECOMPUTED, Choice, Kee
 from hostward.plan.solver import LAST_STAY, STAYING, TREATMENTS, Forced
 from hostward.plan.workload import Workload
 
-AWAY = (0.0, 1 / 4, 1 / 2, 3 / 4, 1.0)
+AWAY = (0.0, 1 / 3, 2 / 3, 1.0)
 """Shares of the layers whose weights are offloaded that are tried with each treatment of all layers."""
 SHARES = (0.0, 1 / 4, 1 / 2, 3 / 4, 1.0)
 """Streamed shares of the offloaded state that are tried with each of them."""
