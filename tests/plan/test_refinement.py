@@ -366,3 +366,28 @@ def test_kinds_of_layers_are_mixed_as_training_supports_it() -> None:
     frontier = Frontier(replace(LLAMA, layers=wide), speeds_of(profile("h100")), required_of(LLAMA), None, 80 * GIB)
     frontier.best_at_last(Budgets(40 * GIB, 110 * GIB))
     assert [c.choice.activations for c in frontier.candidates if not carried_out(c.choice.activations)] == []
+
+
+@pytest.mark.parametrize(
+    ("treated", "keep"),
+    [
+        (range(10), Keep.RECOMPUTE),
+        (range(0, 32, 5), Keep.RECOMPUTE),
+        (range(10, 20), Keep.OFFLOAD),
+        (range(10, 20), Keep.RECOMPUTE_OFFLOAD),
+        (range(10, 20), Keep.ELEMENTWISE),
+        (range(3, 4), Keep.ELEMENTWISE_OFFLOAD),
+        (range(24, 32), Keep.KEEP),
+    ],
+    ids=str,
+)
+def test_the_other_layers_are_treated_as_training_supports_it_beside_forced_ones(treated: range, keep: Keep) -> None:
+    """Seen red: norms recomputed, or tensors offloaded, of layers behind some that were not to: plans that `attach`
+    refuses.
+    """
+    forced = Forced(activations=dict.fromkeys(treated, keep))
+    frontier = Frontier(LLAMA, speeds_of(profile("h100")), required_of(LLAMA), forced, 80 * GIB)
+    found = frontier.best_at_last(Budgets(60 * GIB, 200 * GIB))
+    assert found is not None
+    assert all(found.choice.activations[i] is keep for i in treated)
+    assert [c.choice.activations for c in frontier.candidates if not carried_out(c.choice.activations)] == []

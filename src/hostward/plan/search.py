@@ -475,7 +475,8 @@ class Frontier:
         on_host = on_host and Placement.HOST in choice.placements
         asked = self._forced.staging_bytes
         staging_bytes = choice.staging_bytes if asked is None else asked
-        return replace(choice, gradients_on_host=on_host, staging_bytes=staging_bytes)
+        keeps = self._forced.carried_out(choice.activations)
+        return replace(choice, activations=keeps, gradients_on_host=on_host, staging_bytes=staging_bytes)
 
     def _climb(self, weights: frozenset[str]) -> None:
         program = self._programs.get(weights) or LinearProgram(self.costs, self._forced, weights)

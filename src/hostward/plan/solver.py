@@ -18,7 +18,7 @@ from typing import Any
 from hostward.core.placement import Placement, placements_of
 from hostward.errors import needed_for
 from hostward.plan.cost_model import GUESS_SECONDS, SUM_BYTES, Costs
-from hostward.plan.decisions import ELEMENTWISE, LEAVES, Choice, Keep
+from hostward.plan.decisions import ELEMENTWISE, LEAVES, RECOMPUTED, Choice, Keep
 from hostward.plan.lane_simulator import Queue
 from hostward.schedule.staging import MIN_STAGING_BUFFERS, STAGING_BACKWARD_SHARE
 from hostward.schedule.weights import weight_prefetch_depth
@@ -36,6 +36,7 @@ less on the device come before those that keep more.
 """
 STAYING = dict(zip(LEAVES, (Keep.KEEP, Keep.RECOMPUTE, Keep.ELEMENTWISE), strict=True))
 """Treatments by offloading one, where its tensors stay."""
+_LEAVING = {stays: leaves for leaves, stays in STAYING.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,33 @@ class Forced:
     offloaded_weights: frozenset[str] | None = None
     gradients_on_host: bool | None = None
     staging_bytes: int | None = None
+
+    def _first_layers(self, among: Sequence[Keep]) -> tuple[float, float]:
+        """Return the least and the largest number of first layers that may have these treatments, as training counts
+        them from the first one on; the least is the larger one where what is forced cannot be carried out.
+        """
+        inside = [i for i, keep in self.activations.items() if keep in among]
+        outside = [i for i, keep in self.activations.items() if keep not in among]
+        return max(inside, default=-1) + 1, min(outside, default=math.inf)
+
+    def carried_out(self, keeps: Sequence[Keep]) -> tuple[Keep, ...]:
+        """Return the treatments of all layers as training can carry them out with the forced ones, if it can these.
+
+        Args:
+            keeps: of the free layers, those that offload are the first, and so are those that recompute layer norms.
+        """
+        if not self.activations:
+            return tuple(keeps)
+        away, cheap = self._first_layers(LEAVES), self._first_layers(ELEMENTWISE)
+        if away[0] > away[1] or cheap[0] > cheap[1]:
+            return tuple(keeps)
+        found = []
+        for i, keep in enumerate(keeps):
+            leaves = i < away[0] or (keep in LEAVES and i < away[1])
+            parts = i < cheap[0] or (keep in ELEMENTWISE and i < cheap[1])
+            stays = Keep.ELEMENTWISE if parts else Keep.RECOMPUTE if keep in RECOMPUTED else Keep.KEEP
+            found.append(_LEAVING[stays] if leaves else stays)
+        return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
