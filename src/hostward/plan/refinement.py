@@ -116,9 +116,10 @@ class Neighbourhood:
         varied = [share for share in (max(0.0, streamed - step), min(1.0, streamed + step)) if share != streamed]
         yield choice, varied
         yield self.placed(choice, min(1.0, fraction + step), streamed), (streamed, *varied)
-        between = [share for share in (streamed, *varied) if 0.0 < share < 1.0]
-        for lead, share in product(LEADS, between if fraction else ()):
-            if lead != self.lead(choice):
+        if fraction:
+            now = self.lead(choice)
+            between = [share for share in (streamed, *varied) if 0.0 < share < 1.0]
+            for lead, share in product((lead for lead in LEADS if lead != now), between):
                 yield self.placed(choice, fraction, share, lead), (share,)
         for away in self._more_or_fewer_away(choice, count):
             yield away, (streamed, *varied)

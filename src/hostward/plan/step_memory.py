@@ -281,8 +281,8 @@ class LayerMemory:
         workload = self._workload
         layers = workload.layers
         self.count = len(layers)
-        self._sizes = sizes = passes.sizes
-        repeated = sizes.repeated
+        self._sizes = passes.sizes
+        repeated = self._sizes.repeated
         keeps: list[Keep | None] = [None] * len(layers)
         for i, keep in zip(np.flatnonzero(repeated), activations, strict=True):
             keeps[i] = keep
