@@ -65,10 +65,10 @@ typedef struct {
   double lr, weight_decay, beta1, beta2, eps;
 } hostward_hyper;
 
-/* What a guess was made with, and whether the next one is worth making. All zero before the first step. */
+/* What a guess is made with, and whether the next one is worth making. All zero before the first step. */
 typedef struct {
   int32_t made;   /* 1: the other set holds the step that `scale` and `hyper` make of the gradients */
-  int32_t likely; /* 1: the last step that was confirmed neither clipped nor was skipped */
+  int32_t likely; /* 1: the last step that was confirmed had the scale and hyper of its guess, made or not */
   float scale;
   int32_t reserved;
   hostward_hyper hyper;
@@ -77,7 +77,7 @@ typedef struct {
 enum hostward_role {
   HOSTWARD_ROLE_STEP = 0,   /* one step; if there is an other set, it is written there, and the task's own stays */
   HOSTWARD_ROLE_GUESS = 1,  /* before `scale` and `skip` of the step are known, which are not read: the step is made in
-                             * the other set as if it did not clip, if that is likely, and recorded in `guess` */
+                             * the other set as if it did not clip, if that is likely. `guess` records with what */
   HOSTWARD_ROLE_CONFIRM = 2 /* the step of a guess: nothing is done if `guess` was made with its scale and hyper. Either
                              * way the other set holds the step afterwards; with `skip` a copy of the task's own.
                              * `guess` then says whether the next guess is likely to be right */

@@ -220,9 +220,10 @@ void step_between(const Kernels& kernels, AdamwFunction function, const Constant
   }
 }
 
-bool was_right(const hostward_adamw_task& task, float scale) {
+// Whether a guess of this step is right, or would have been.
+bool is_right(const hostward_adamw_task& task, float scale, bool skips) {
   const hostward_guess& guess = *task.guess;
-  return guess.made != 0 && std::memcmp(&guess.scale, &scale, sizeof scale) == 0 &&
+  return !skips && std::memcmp(&guess.scale, &scale, sizeof scale) == 0 &&
          std::memcmp(&guess.hyper, task.hyper, sizeof guess.hyper) == 0;
 }
 
@@ -273,14 +274,15 @@ int run_task(const hostward_adamw_task& task) {
   const AdamwFunction function = kernels->adamw[task.grad_dtype][layout][task.exp_avg_dtype][task.exp_avg_sq_dtype];
   const float scale = task.scale != nullptr ? *task.scale : 1.0f;
   if (task.role == HOSTWARD_ROLE_GUESS) {
-    if (task.guess->likely == 0) return HOSTWARD_OK;
-    fill_other_set(task, *kernels, function, elements, 1.0f, false);
-    *task.guess = {1, 1, 1.0f, 0, *task.hyper};
+    const int32_t likely = task.guess->likely;
+    if (likely != 0) fill_other_set(task, *kernels, function, elements, 1.0f, false);
+    *task.guess = {likely, likely, 1.0f, 0, *task.hyper};
     return HOSTWARD_OK;
   }
   if (task.role == HOSTWARD_ROLE_CONFIRM) {
-    if (skips || !was_right(task, scale)) fill_other_set(task, *kernels, function, elements, scale, skips);
-    task.guess->likely = !skips && scale == 1.0f ? 1 : 0;
+    const bool right = is_right(task, scale, skips);
+    if (!right || task.guess->made == 0) fill_other_set(task, *kernels, function, elements, scale, skips);
+    task.guess->likely = right ? 1 : 0;
     return HOSTWARD_OK;
   }
   const Sizes sizes = sizes_of(task);

@@ -33,8 +33,8 @@ MAX_NORM = 30.0
 KINDS = ("free", "free", "clips", "free", "free", "nan", "free", "free", "lr", "free", "some", "free", "free")
 """Steps that do not clip, clip, are skipped, get another lr after backward, or lack the gradient of one parameter."""
 FACTORS = {"clips": 1.0}
-GUESSED = (0, 1, 1, 0, 1, 1, 0, 1, 1, 1, 1, 1, 1)
-"""Whether the step before was taken and did not clip."""
+GUESSED = (0, 1, 1, 0, 1, 1, 0, 1, 1, 0, 1, 1, 1)
+"""Whether a guess of the step before was right, or would have been."""
 HOST = {"streamed_fraction": 0.0}
 
 
@@ -154,6 +154,39 @@ def test_guesses_are_made_after_steps_that_did_not_clip() -> None:
 
 def check(optimizer: hostward.AdamW, expected: list[bool]) -> None:
     assert made_guesses(optimizer) == expected
+
+
+def test_a_learning_rate_that_changes_after_every_backward_is_told_and_guessed_with_no_more(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Seen red: every step was made twice, and nothing said so."""
+
+    def run(order: Order = EAGER, **options: Any) -> dict[str, torch.Tensor]:
+        model, optimizer = made(BF16, (FP32, FP32), order, **options)
+        for number, kind in enumerate(["free", *["lr"] * 4, *["free"] * 3]):
+            if options.get("step_early"):
+                guessed = number in (1, 6, 7)
+                step(
+                    model,
+                    optimizer,
+                    number,
+                    kind,
+                    lambda guessed=guessed: check(optimizer, [guessed] * len(optimizer._states)),
+                )  # type: ignore[misc]
+            else:
+                step(model, optimizer, number, kind)
+        return snapshot(model, optimizer)
+
+    with caplog.at_level("WARNING", logger="hostward"):
+        expected = run(offload_fraction=0.0)
+        assert not caplog.records
+        for order in (EAGER, LATEST):
+            caplog.clear()
+            assert_equal(run(order=order, offload_fraction=1.0, step_early=True, **HOST), expected)
+            assert [r.getMessage() for r in caplog.records if "between backward and step()" in r.getMessage()] == [
+                r.getMessage() for r in caplog.records
+            ]
+            assert len(caplog.records) == 1
 
 
 def test_a_bucket_is_stepped_once_where_the_guess_was_right() -> None:

@@ -272,6 +272,30 @@ def test_gradients_leave_in_the_last_backward(train: Cli, monkeypatch: pytest.Mo
     assert copies[1] == []
 
 
+def test_steps_in_backward_are_made_at_the_scheduled_learning_rate(
+    train: Cli, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Seen red: it was set after backward, and each such step was made again, in silence."""
+    real_step, right = loop.step, []
+
+    def step(run: Run, loss: torch.Tensor) -> None:
+        run.optimizer.backend.synchronise()
+        guesses = [state.guess for state in run.optimizer._states if state.guess is not None]
+        before = [guess.data.clone() for guess in guesses]
+        real_step(run, loss)
+        run.optimizer.backend.synchronise()
+        made_and_likely = [
+            (int(guess[0]) & 0xFFFFFFFF, int(now.data[0]) >> 32) for guess, now in zip(before, guesses, strict=True)
+        ]
+        right.append(set(made_and_likely))
+
+    monkeypatch.setattr(loop, "step", step)
+    report = train("train.train_iters=4", "optimizer.clip_grad=0", *PLACEMENTS["stepped in backward"]).report
+    assert len(set(report["learning_rates"])) == 4
+    assert right == [{(0, 1)}, {(1, 1)}, {(1, 1)}, {(1, 1)}]
+    assert "between backward and step()" not in caplog.text
+
+
 # -------------------------------------------------------------------- what it cost
 
 

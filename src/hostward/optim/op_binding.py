@@ -355,8 +355,11 @@ class Bindings:
         """Make the next step look up the step counts again, because they were loaded."""
         self._step_bound = None
 
-    def set_constants(self, groups: Sequence[Mapping[str, Any]], *, guess: bool = False) -> None:
-        """Set the hyper-parameters of a step that is about to be issued. `guess`: of guesses, which come before it."""
+    def set_constants(self, groups: Sequence[Mapping[str, Any]], *, guess: bool = False) -> bool:
+        """Set the hyper-parameters of a step that is about to be issued, and return whether others were set before.
+
+        `guess`: of guesses, which come before the step.
+        """
         # A schedule that changes betas at every step would otherwise leave a table behind at every step.
         betas = {(float(g["betas"][0]), float(g["betas"][1])) for g in groups}
         self._tables = {key: tables for key, tables in self._tables.items() if key in betas}
@@ -365,6 +368,7 @@ class Bindings:
             self._step_bound = max((int(s.counts.data.max().item()) for s in self._states), default=0)
         # An upper bound of all step counts without reading them: they advance by at most one a step.
         self._step_bound += 0 if guess else 1
+        changed = False
         for i, group in enumerate(groups):
             beta1, beta2 = group["betas"]
             hyper = Hyper(
@@ -374,7 +378,9 @@ class Bindings:
             if constants is None:
                 self._constants[i] = Constants(hyper, tables)
             else:
+                changed |= constants.hyper != hyper
                 constants.hyper, constants.tables = hyper, tables
+        return changed
 
     def _bias_tables(self, hyper: Hyper) -> tuple[FloatTable, FloatTable]:
         """Return bias corrections that reach the step about to be made."""

@@ -124,6 +124,7 @@ class StepExecutor:
 
     _guesses = False
     """Steps are guessed in the present step: the hyper-parameters were valid when it began."""
+    _warned_of_change = False
 
     def __init__(
         self,
@@ -622,7 +623,8 @@ class StepExecutor:
         self.forward_is_here()
         if self._fetcher is not None:
             self._fetcher.before_step()
-        self._bindings.set_constants(groups)
+        if self._bindings.set_constants(groups) and any(bucket.guessed for bucket in self._buckets):
+            self._warn_of_change()
         for name in ("max_norm", "inv_scale", "found_inf", "overflow_out"):
             setattr(self._bindings.clipping, name, getattr(clipping, name))
         scattered = self._targets.refresh(dict.fromkeys(self._stepped()))
@@ -661,6 +663,16 @@ class StepExecutor:
         if self._guesses:
             self._bindings.set_constants(self._groups, guess=True)
         self.in_step = True
+
+    def _warn_of_change(self) -> None:
+        """Warn once that hyper-parameters changed after steps in backward, which are made again for it."""
+        if not self._warned_of_change:
+            log.warning(
+                "a learning rate or another hyper-parameter changed between backward and step(): the CPU steps that "
+                "step_early made during backward are made again, and the next step makes none; set it before "
+                "backward, as a scheduler does that is called after step()"
+            )
+            self._warned_of_change = True
 
     def _stepped(self) -> Iterator[str]:
         """Yield the names of parameters with a gradient, some more than once."""

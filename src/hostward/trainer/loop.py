@@ -114,15 +114,20 @@ def train_iteration(run: Run) -> None:
 
 def backward(run: Run, *, taken: bool = True) -> torch.Tensor:
     """Run forward and backward of every microbatch, as `Passes.backward`."""
+    set_learning_rate(run)
     return run.passes.backward(run, taken=taken)
 
 
-def step(run: Run, loss: torch.Tensor) -> None:
-    """Run the optimizer step at the scheduled learning rate, and start copying its loss and norm to the host."""
-    optimizer = run.optimizer
+def set_learning_rate(run: Run) -> None:
+    """Set the scheduled learning rate of the coming step, before its backward: `step_early` makes CPU steps then."""
     lr = learning_rate(run.iteration, run.config.optimizer, run.config.scheduler)
-    for group in optimizer.param_groups:
+    for group in run.optimizer.param_groups:
         group["lr"] = lr
+
+
+def step(run: Run, loss: torch.Tensor) -> None:
+    """Run the optimizer step at the learning rate that was set, and start copying its loss and norm to the host."""
+    optimizer = run.optimizer
     if run.scaler is None:
         optimizer.step()
     else:
@@ -130,7 +135,7 @@ def step(run: Run, loss: torch.Tensor) -> None:
         run.scaler.update()
     run.slot_bytes = max(run.slot_bytes, optimizer.backend.ledger.by_owner(Tier.DEVICE).get(SLOTS, 0))
     run.sampler.issued(run.iteration)
-    run.learning_rates.append(lr)
+    run.learning_rates.append(optimizer.param_groups[0]["lr"])
     run.readback.send(run.iteration, run.ranks.mean(loss), *optimizer.step_scalars())
     run.iteration += 1
 

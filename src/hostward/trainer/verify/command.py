@@ -340,6 +340,7 @@ def _feed(reference: Run, candidate: Run, iterations: int, after: Sequence[After
     pairs = list(zip(reference.model.parameters(), candidate.model.parameters(), strict=True))
     for _ in range(iterations):
         loss = loop.backward(reference, taken=False)
+        loop.set_learning_rate(candidate)
         with candidate.optimizer.accumulate(last=True):
             for mine, theirs in pairs:
                 theirs.grad = None
