@@ -177,7 +177,6 @@ def test_backward_waits_for_a_host_that_is_behind_with_its_sums(microbatches: in
 
 @pytest.mark.parametrize("fraction", [0.25, 0.5, 1.0])
 def test_a_slower_host_never_makes_a_step_shorter(fraction: float) -> None:
-    """With streamed state it can: its writes pause where they keep pace with the host's steps."""
     choice = chosen(SMALL, fraction)
     slower = replace(H200, host_parameters_per_s=H200.host_parameters_per_s / 2)
     assert predict(SMALL, choice, slower).step_s >= predict(SMALL, choice, H200).step_s * (1 - 1e-6)

@@ -58,14 +58,11 @@ def test_any_order_of_points_and_any_absent_buckets_are_ordered(
     assert races(turns_of(shape, absent, Random(seed))) == []
 
 
-def test_writes_of_state_are_paced_by_host_steps() -> None:
-    """Each waits for the last host bucket but one before it; none waits where there is no such bucket."""
+def test_writes_of_state_wait_for_their_steps_alone() -> None:
+    """Seen red: they waited for the CPU's steps of earlier buckets, too, and what was streamed next with them."""
     shape = StepShape((S, H, S, H, S, D, H, S, S), ("a",) * 9, staging_buffers=2)
-    paces = {op.name: op.waits[1:] for op in lower(shape).ops if op.name.startswith("write/")}
-    expected = {0: (), 2: (), 4: ("step/1",), 7: ("step/3",), 8: ("step/3",)}
-    assert paces == {f"write/{b}": waits for b, waits in expected.items()}
-    absent = lower(replace(shape, absent=frozenset([3])))
-    assert next(op.waits for op in absent.ops if op.name == "write/7") == ("step/7", "step/1")
+    waits = {op.name: op.waits for op in lower(shape).ops if op.name.startswith("write/")}
+    assert waits == {f"write/{b}": (f"step/{b}",) for b in (0, 2, 4, 7, 8)}
 
 
 MIX = StepShape((D, H, S, H, S, S), tuple("aabbcc"), staging_buffers=2, transient=True)
@@ -114,7 +111,7 @@ and in which order points come, is not known when a schedule is made.
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_h6_each_wait_deleted_is_caught_or_proved_redundant(shape: StepShape) -> None:
-    schedule = unpaced(lower_step(shape))
+    schedule = lower_step(shape)
     whole = repeated(schedule, 3)
     assert races(whole) == []
     for name, wait in waits_of(schedule):
@@ -125,15 +122,6 @@ def test_h6_each_wait_deleted_is_caught_or_proved_redundant(shape: StepShape) ->
             assert kinds in IMPLIED, f"{name} need not wait for {wait}"
 
 
-def unpaced(schedule: Schedule) -> Schedule:
-    """Without the waits that are for time, not for memory: no other wait may rely on them."""
-    for op in schedule.ops:
-        for wait in op.waits:
-            if op.name.startswith("write/") and wait != f"step/{op.bucket}":
-                schedule = schedule.without_wait(op.name, wait)
-    return schedule
-
-
 def raced_in_another_order(shape: StepShape, name: str, wait: str) -> bool:
     """Whether some order of points or some absent buckets show a race without this wait."""
     numbers = range(len(shape.placements))
@@ -141,8 +129,7 @@ def raced_in_another_order(shape: StepShape, name: str, wait: str) -> bool:
         random = Random(seed)
         absent = [frozenset(random.sample(numbers, random.randint(0, len(numbers) - 1))) for _ in range(2)]
         whole, *schedules = [
-            unpaced(lower(replace(shape, absent=missing))).without_wait(name, wait)
-            for missing in (frozenset(), *absent)
+            lower(replace(shape, absent=missing)).without_wait(name, wait) for missing in (frozenset(), *absent)
         ]
         if races(in_a_row([as_reached(whole, schedule, random) for schedule in schedules])):
             return True

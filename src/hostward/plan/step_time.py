@@ -202,22 +202,20 @@ class StepTimeline:
         self.run("step", moved.device_s)
         norm = self.computes[-1]
         begins, on_host = [norm, *self.downloaded], Placement.HOST
-        steps: list[int] = []
         streamed = 0
         for unit, guessed in zip(moved.offloaded, moved.guessed, strict=True):
             arrivals = self.arrivals.setdefault(unit.layer, [])
             if guessed:
-                steps.append(self.guesses[unit.layer].pop())
-                arrivals.append(add("upload", _H2D, unit.upload_s, [norm, steps[-1]]))
+                arrivals.append(add("upload", _H2D, unit.upload_s, [norm, self.guesses[unit.layer].pop()]))
             elif unit.placement is on_host:
-                steps.append(add("host", _HOST, unit.host_s, begins))
-                self.hosts.setdefault(unit.layer, []).append(steps[-1])
+                stepped = add("host", _HOST, unit.host_s, begins)
+                self.hosts.setdefault(unit.layer, []).append(stepped)
                 if unit.layer not in self.choice.offloaded_weights:
-                    arrivals.append(add("upload", _H2D, unit.upload_s, steps[-1:]))
+                    arrivals.append(add("upload", _H2D, unit.upload_s, [stepped]))
             else:
                 read = self.reads[streamed]
                 arrivals.append(read)
-                self.writes.append(add("write", _D2H, unit.write_s, [norm, read, *steps[-2:-1]]))
+                self.writes.append(add("write", _D2H, unit.write_s, [norm, read]))
                 streamed += 1
                 if (at := len(self.reads)) < len(moved.streamed):
                     self._read(self.writes[-1:] if at >= self.slots else ())

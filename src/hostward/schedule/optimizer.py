@@ -334,18 +334,18 @@ def _step(shape: StepShape, present: Sequence[int]) -> list[Op]:
         ops.append(fetch)
     streamed = [b for b, p in enumerate(shape.placements) if p is Placement.STREAMED]
     next_read = iter(streamed[len(shape.read_early) :])
-    on_host: list[int] = []
+    first = True
     for b, placement in enumerate(shape.placements):
         if placement is Placement.STREAMED:
-            ops += _streamed_bucket(shape, b, on_host[-2:-1]) if b in present else []
+            ops += _streamed_bucket(shape, b) if b in present else []
             following = next(next_read, None)
             ops += [_read(shape, present, following, STEP)] if following in present and following is not None else []
         elif b in present and placement is Placement.DEVICE:
             ops += _device_bucket(b)
         elif b in present:
             landing = f"total/{b}" if b in shape.accumulated_on_host else f"landing/{b}"
-            ops += _host_bucket(shape, b, landing, first=not on_host)
-            on_host.append(b)
+            ops += _host_bucket(shape, b, landing, first=first)
+            first = False
     if streamed:
         ops.append(Op("written", Kind.JOIN, Lane.D2H, STEP))
     return ops
@@ -376,20 +376,14 @@ def _upload(b: int, trigger: str) -> Op:
     return Op(f"upload/{b}", Kind.COPY, Lane.H2D, trigger, b, (f"source/{b}",), (f"weight/{b}",), waits)
 
 
-def _streamed_bucket(shape: StepShape, b: int, paced_by: Sequence[int]) -> list[Op]:
-    """Return the step of a streamed bucket and the write of its state, which also waits for `paced_by`.
-
-    `paced_by` is an earlier host bucket. Its step has no bearing on this state, but paces the writes so that gaps stay
-    between them. A copy engine serves one stream until that stream has to wait, and models read flags back in forward
-    (transformers does in each), which would be copied only after all writes.
-    """
+def _streamed_bucket(shape: StepShape, b: int) -> list[Op]:
+    """Return the step of a streamed bucket and the write of its state."""
     buffer, state = f"slot/{staging_buffer_by_bucket(shape.placements, shape.staging_buffers)[b]}", f"state/{b}"
     reads, waits = (f"gradient/{b}", DEVICE_SCALARS), ("norm", f"read/{b}")
     writes = (buffer, f"count/{b}", f"weight/{b}")
-    pace = [f"step/{h}" for h in paced_by]
     return [
         Op(f"step/{b}", Kind.ADAMW, Lane.UPDATE, STEP, b, reads, writes, waits),
-        Op(f"write/{b}", Kind.COPY, Lane.D2H, STEP, b, (buffer,), (state,), (f"step/{b}", *pace)),
+        Op(f"write/{b}", Kind.COPY, Lane.D2H, STEP, b, (buffer,), (state,), (f"step/{b}",)),
     ]
 
 
