@@ -24,7 +24,7 @@ compile() { # SOURCE FLAGS...
     compilers="$compilers $!"
 }
 
-for source in accumulate adamw clocked copy isa issue memory norm; do compile "$source"; done
+for source in accumulate adamw clocked copy isa issue lanes memory norm; do compile "$source"; done
 compile kernels_scalar -fno-tree-vectorize -fno-tree-slp-vectorize
 case $(uname -m) in
 x86_64)

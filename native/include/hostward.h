@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#define HOSTWARD_ABI_VERSION 10
+#define HOSTWARD_ABI_VERSION 11
 
 #if defined(__GNUC__)
 #define HOSTWARD_API __attribute__((visibility("default")))
@@ -25,9 +25,11 @@ enum hostward_error {
   HOSTWARD_OK = 0,
   HOSTWARD_ERROR_NULL = 1,     /* a pointer that the task needs is null */
   HOSTWARD_ERROR_ARGUMENT = 2, /* a negative length, offset, count or chunk, masters cut off, or less than one thread */
-  HOSTWARD_ERROR_TYPE = 3, /* an unknown dtype or master kind, or a weight dtype that the master kind does not allow */
-  HOSTWARD_ERROR_ISA = 4,  /* an instruction set that this processor or this build lacks */
-  HOSTWARD_ERROR_TABLE = 5 /* a step count past the end of tables that have not reached 1 */
+  HOSTWARD_ERROR_TYPE = 3,  /* an unknown dtype or master kind, or a weight dtype that the master kind does not allow */
+  HOSTWARD_ERROR_ISA = 4,   /* an instruction set that this processor or this build lacks */
+  HOSTWARD_ERROR_TABLE = 5, /* a step count past the end of tables that have not reached 1 */
+  HOSTWARD_ERROR_ORDER = 6, /* a piece of work waits for one that cannot start before it */
+  HOSTWARD_ERROR_MEMORY = 7 /* no memory */
 };
 
 enum hostward_dtype { HOSTWARD_FP32 = 0, HOSTWARD_BF16 = 1, HOSTWARD_FP16 = 2 };
@@ -194,6 +196,26 @@ typedef struct {
 
 /* Calls call->function(call->argument); `call` is a hostward_clocked_call. */
 HOSTWARD_API void hostward_clocked_host_function(void* call);
+
+#define HOSTWARD_LANES 4
+
+/* Pieces of work on lanes that run concurrently, in one or more rounds. Each lane does its work in order; a piece
+ * starts when its predecessor has ended, and so have all that it waits for. */
+typedef struct {
+  int64_t works, rounds;             /* pieces of a round */
+  const double* seconds;             /* [works]: of each piece when no other lane is busy */
+  const int32_t* orders;             /* [works]: numbers of pieces by lane, those of each in order */
+  int64_t lane_ends[HOSTWARD_LANES]; /* ends of the lanes' parts of `orders` */
+  const int64_t* wait_ends;          /* [works]: ends of the pieces' parts of `waits` */
+  const int32_t* waits;              /* numbers of pieces; negative ones count from the end of the round before, and
+                                      * in the first round there is nothing to wait for */
+  const double* speeds;              /* [8][HOSTWARD_LANES]: of each lane, 1 alone, by which of the last three are
+                                      * busy, the first of these with bit 0 */
+} hostward_lanes;
+
+/* Simulates all rounds from an idle machine. `starts` and `ends` are [rounds * works], in seconds. Speeds change only
+ * when a piece starts or ends, so the time from one such moment to the next is exact. */
+HOSTWARD_API int hostward_simulate_lanes(const hostward_lanes* lanes, double* starts, double* ends);
 
 enum hostward_command_kind {
   HOSTWARD_COMMAND_WAIT = 0,   /* the stream waits for event a */

@@ -5,10 +5,13 @@ Seen red: waits ignored, a lane that starts two pieces at once, speeds that noth
 
 from __future__ import annotations
 
+import math
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from hostward.errors import NativeError
 from hostward.plan.lane_simulator import UNSHARED, Program, Queue, Slowdown, run
 
 HALVED: Slowdown = tuple(
@@ -60,7 +63,7 @@ def test_what_waits_for_later_work_is_an_error() -> None:
     program = Program()
     program.add("first", Queue.H2D, 1.0, [1])
     program.add("second", Queue.H2D, 1.0)
-    with pytest.raises(ValueError, match="issued after it"):
+    with pytest.raises(NativeError, match="issued after it"):
         run(program)
     assert run(Program(), rounds=2).ends_s == []
 
@@ -92,6 +95,33 @@ def test_no_lane_is_faster_than_its_work_and_nothing_starts_before_what_it_waits
         ends = [timeline.ends_s[i] for i in numbers]
         assert all(end <= timeline.starts_s[after] + 1e-9 for end, after in zip(ends[:-1], numbers[1:], strict=True))
         assert max(ends, default=0.0) <= sum(program.seconds) * 4 + 1e-6
+
+
+def definition(program: Program, slowdown: Slowdown) -> tuple[list[float], list[float]]:
+    """Starts and ends, by the next moment at which something ends, of one round."""
+    left, starts, ends = dict[Queue, float](), [math.inf] * len(program.seconds), [math.inf] * len(program.seconds)
+    queues, now = {queue: list(lane) for queue, lane in zip(Queue, program.lanes, strict=True)}, 0.0
+    while any(queues.values()):
+        for queue, lane in queues.items():
+            if lane and queue not in left and all(ends[w] <= now for w in program.waits[lane[0]]):
+                left[queue], starts[lane[0]] = program.seconds[lane[0]], now
+        busy = sum(1 << (queue - 1) for queue in left if queue)
+        passed = min(seconds / slowdown[busy][queue] for queue, seconds in left.items())
+        now += passed
+        for queue in list(left):
+            left[queue] -= passed * slowdown[busy][queue]
+            if left[queue] <= 1e-12:
+                del left[queue]
+                ends[queues[queue].pop(0)] = now
+    return starts, ends
+
+
+@given(programs)
+def test_native_times_are_those_of_the_definition_bit_by_bit(rows: list[tuple[Queue, float, list[int]]]) -> None:
+    """Seen red: a lane that starts after the others have gone on; a lane's own speed for all."""
+    program = build(rows)
+    timeline = run(program, HALVED)
+    assert (timeline.starts_s, timeline.ends_s) == definition(program, HALVED)
 
 
 @given(programs, st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=5))

@@ -12,7 +12,7 @@ from typing import Any
 
 from hostward.errors import NativeError
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 LIBRARY_PATH = Path(__file__).resolve().parents[2] / "_native" / "libhostward_native.so"
 
 _BUILD = (
@@ -164,12 +164,30 @@ class CopyRange(ctypes.Structure):
     ]
 
 
+class Lanes(ctypes.Structure):
+    """Declare the C struct hostward_lanes."""
+
+    _fields_ = [
+        ("works", ctypes.c_int64),
+        ("rounds", ctypes.c_int64),
+        ("seconds", ctypes.c_void_p),
+        ("orders", ctypes.c_void_p),
+        ("lane_ends", ctypes.c_int64 * 4),
+        ("wait_ends", ctypes.c_void_p),
+        ("waits", ctypes.c_void_p),
+        ("speeds", ctypes.c_void_p),
+    ]
+
+
 _CODES = {
     1: "a pointer that the task needs is null",
-    2: "a length, offset or count is negative, bytes are no whole masters, or fewer than one thread was asked for",
+    2: "a length, offset, count or time is negative, bytes are no whole masters, numbers lead outside of what they "
+    "number, or fewer than one thread was asked for",
     3: "the dtypes and the master kind do not go together",
     4: "this processor or this build lacks the instruction set that was asked for",
     5: "a step count lies past the end of bias correction tables that have not reached 1",
+    6: "a piece of work waits for one that was issued after it",
+    7: "there is no memory for it",
 }
 
 
@@ -204,6 +222,7 @@ class Library:
     first_touch: Callable[[int, int, int], int]
     issue: Callable[..., int]
     bench_rmw: Callable[..., int]
+    simulate_lanes: Callable[..., int]
     isa_best: Callable[[], int]
     isa_supported: Callable[[int], int]
     adamw_host_function: int
@@ -249,6 +268,7 @@ def open_library(path: Path) -> Library:
         ("hostward_first_touch", ctypes.c_int, [pointer, i64, i32]),
         ("hostward_issue", ctypes.c_int, [pointer]),
         ("hostward_bench_rmw", ctypes.c_int, [pointer, i64, i32, i32, i32]),
+        ("hostward_simulate_lanes", ctypes.c_int, [pointer, pointer, pointer]),
         ("hostward_isa_best", i32, []),
         ("hostward_isa_supported", i32, [i32]),
     )
@@ -268,6 +288,7 @@ def open_library(path: Path) -> Library:
         first_touch=dll.hostward_first_touch,
         issue=dll.hostward_issue,
         bench_rmw=dll.hostward_bench_rmw,
+        simulate_lanes=dll.hostward_simulate_lanes,
         isa_best=dll.hostward_isa_best,
         isa_supported=dll.hostward_isa_supported,
         adamw_host_function=_address(dll.hostward_adamw_host_function),
