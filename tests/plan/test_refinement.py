@@ -30,6 +30,8 @@ from hostward.trainer.garbage_collection import gc_disabled
 pytest.importorskip("scipy", reason="planning needs SciPy")
 
 AS_GOOD = 1.02
+ABOUT = 0.06
+"""Shares of the state that differ by a few of its 80 buckets."""
 STEPS = (FIRST_STEP, STEADY_STEP)
 LLAMA = llama("llama-8b", layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=128256, sequence=2048)
 HALF = llama("llama-3b", layers=8, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=32000, sequence=2048)
@@ -391,3 +393,22 @@ def test_the_other_layers_are_treated_as_training_supports_it_beside_forced_ones
     assert found is not None
     assert all(found.choice.activations[i] is keep for i in treated)
     assert [c.choice.activations for c in frontier.candidates if not carried_out(c.choice.activations)] == []
+
+
+@pytest.mark.parametrize("lead", [0.0, 0.5, 1.0])
+def test_as_little_state_is_offloaded_as_memory_allows_to_a_few_buckets(lead: float) -> None:
+    """Seen red: guesses that led to the same placements again and again, and then all of the state."""
+    budgets = Budgets(16 * GIB)
+    frontier = Frontier(HALF, speeds_of(profile("h100"), 1), required_of(HALF), Forced(), None)
+    search = frontier._search(
+        lambda found: sum(budgets.over(found.needs).values()), lambda found: frontier._free(found, budgets)
+    )
+    around, plain = search.neighbourhood, frontier.base.choice
+    count, _ = around.free_state(plain)
+    for part in range(1, 64):
+        streamed = part / 64
+        all_of_it = around.placed(plain, 1.0, streamed, lead)
+        least = min(around.shares(found.choice)[0] for found in search.filled(all_of_it, (streamed,)))
+        judged = (search.judge(around.placed(all_of_it, n / count, streamed), False) for n in range(count + 1))
+        fit = [around.shares(found.choice)[0] for found in judged if search.free_bytes(found) >= 0]
+        assert least <= min(fit, default=1.0) + ABOUT, streamed

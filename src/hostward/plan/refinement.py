@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -48,8 +49,10 @@ save to be followed.
 """
 SLACK = 0.01
 """Share of the step's time by which a variation's lower bound may tell less of it than that of the varied choice."""
-FOLLOWED = (3, 2, 1, 1, 1)
-"""Numbers of the best choices from which variations of each of these sizes are tried."""
+FOLLOWED = (7, 4, 2, 2, 1)
+"""Numbers of the best choices, each of another kind, from which variations of each of these sizes are tried."""
+FOLLOWED_AGAIN = (4, 3, 2, 1, 1)
+"""The same where what they lead to is known with other staging buffers."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +74,13 @@ class Neighbourhood:
 
     Args:
         weights_vary: whether the number of layers with offloaded weights may change.
+        order_varies: whether the order of offloaded buckets may, which hardly changes bytes.
     """
 
     costs: Costs
     forced: Forced
     weights_vary: bool = True
+    order_varies: bool = True
     _placements: dict[tuple[frozenset[str], int, float, float], tuple[Placement, ...]] = field(default_factory=dict)
     _leads: dict[tuple[Placement, ...], float] = field(default_factory=dict)
     _shares: dict[tuple[tuple[Placement, ...], frozenset[str]], tuple[float, float]] = field(default_factory=dict)
@@ -109,20 +114,21 @@ class Neighbourhood:
         cheap = any(part.elementwise for layer in self.workload.repeated for part in layer.saved)
         return [keep for keep in TREATMENTS if cheap or keep not in ELEMENTWISE]
 
-    def by(self, choice: Choice, step: float) -> Iterator[tuple[Choice, Sequence[float]]]:
+    def by(self, choice: Choice, step: float) -> Iterator[tuple[Choice, Iterable[float]]]:
         """Return variations of one size, with streamed shares to try: of shares, weights, and then of treatments."""
         count = max(1, round(step * len(self.names)))
         fraction, streamed = self.shares(choice)
         varied = [share for share in (max(0.0, streamed - step), min(1.0, streamed + step)) if share != streamed]
         yield choice, varied
         yield self.placed(choice, min(1.0, fraction + step), streamed), (streamed, *varied)
-        if fraction:
+        if fraction and self.order_varies:
             now = self.lead(choice)
             between = [share for share in (streamed, *varied) if 0.0 < share < 1.0]
             for lead, share in product((lead for lead in LEADS if lead != now), between):
                 yield self.placed(choice, fraction, share, lead), (share,)
         for away in self._more_or_fewer_away(choice, count):
-            yield away, (streamed, *varied)
+            # The CPU has the state of these layers to step, and the best share of the rest may be all.
+            yield away, dict.fromkeys((streamed, *varied, 1.0))
         for before, after in self._pairs(choice):
             for first in (True, False):
                 treated = self._treat(choice, before, after, count, first=first)
@@ -267,6 +273,11 @@ class Neighbourhood:
             self._leads.setdefault(self._placements[key], lead)
         return replace(choice, placements=self._placements[key])
 
+    def kind(self, choice: Choice) -> tuple[bool, Keep | None, float]:
+        """Return what few small variations change: offloaded weights, the most frequent treatment, and the lead."""
+        most = Counter(choice.activations).most_common(1)
+        return bool(choice.offloaded_weights), most[0][0] if most else None, self.lead(choice)
+
     def lead(self, choice: Choice) -> float:
         """Return the share of the streamed buckets that come first; 0.0 for placements that were not made here."""
         return self._leads.get(choice.placements, 0.0)
@@ -353,13 +364,19 @@ class PatternSearch(Generic[J]):
         alike = [judged for over, judged in excess if over == least]
         return alike[0] if least else fastest(alike) or alike[0]
 
-    def follow(self, starts: Sequence[J]) -> J:
-        """Return the best choice that small variations lead to, in large steps from each of the best starts."""
+    def follow(self, starts: Sequence[J], followed: Sequence[int] = FOLLOWED) -> J:
+        """Return the best choice that small variations lead to, in large steps from the best starts of several kinds.
+
+        Args:
+            followed: as `FOLLOWED`.
+        """
         found = list(starts)
-        for (step, gain), count in zip(STEPS, FOLLOWED, strict=True):
-            found = sorted(found, key=self._order)[:count]
-            different = {judged.choice: judged for judged in found}
-            found = [self._followed(start, step, gain) for start in different.values()]
+        for (step, gain), count in zip(STEPS, followed, strict=True):
+            different: dict[tuple[object, ...], J] = {}
+            for judged in sorted(found, key=self._order):
+                different.setdefault(self.neighbourhood.kind(judged.choice), judged)
+            found = [self._followed(start, step, gain) for start in list(different.values())[:count]]
+        found.sort(key=self._order)
         return found[0]
 
     def _order(self, judged: J) -> tuple[int, float]:
@@ -403,12 +420,17 @@ class PatternSearch(Generic[J]):
 
     def _with_lead(self, choice: Choice, share: float) -> list[J]:
         """Return the best choice that streams about this share of the state, all of it before the rest, if any fits."""
-        judged = list[J]()
-        for streamed in (share - CLOSER[0], share, share + CLOSER[0]):
-            if 0.0 < streamed < 1.0:
-                leading = self.neighbourhood.placed(choice, 1.0, streamed, 1.0)
-                judged += [found for found in self.filled(leading, (streamed,)) if not self.excess_bytes(found)]
-        return [self.best(judged)] if judged else []
+        around, best = self.neighbourhood, list[J]()
+        for distance in CLOSER:
+            for streamed in (share - distance, share, share + distance):
+                if 0.0 < streamed < 1.0:
+                    leading = around.placed(choice, 1.0, streamed, 1.0)
+                    best += [found for found in self.filled(leading, (streamed,)) if not self.excess_bytes(found)]
+            if not best:
+                break
+            best = [self.best(best)]
+            share = around.shares(best[0].choice)[1]
+        return best
 
     def _fewest_away(self, choice: Choice) -> int:
         """Return how many layers' weights must be offloaded if all state is on the host; the most if none fits."""
@@ -468,7 +490,7 @@ class PatternSearch(Generic[J]):
         """
         around, fitting = self.neighbourhood, list[J]()
         count, state_bytes = around.free_state(choice)
-        low, high = -1.0, 2.0
+        low, high, step = -1.0, 2.0, 1
         for _ in range(GUESSES):
             judged = self.judge(around.placed(choice, fraction, streamed), place)
             free = self.free_bytes(judged)
@@ -481,7 +503,10 @@ class PatternSearch(Generic[J]):
             # Of few buckets, each also changes how many staging buffers there are, and how large.
             if at_end or high - low <= 1 / count or (count > FEW_BUCKETS and 0 <= free < state_bytes / count):
                 break
-            guess = min(1.0, max(0.0, fraction - free / state_bytes))
+            guess = fraction - free / state_bytes
+            if free < 0:  # some buckets more, at least: a smaller step may lead to the same placements
+                guess, step = max(guess, fraction + step / count), 2 * step
+            guess = min(1.0, max(0.0, guess))
             fraction = guess if low < guess < high else (max(low, 0.0) + min(high, 1.0)) / 2
         return (fitting, high) if fitting else ([judged], fraction)
 

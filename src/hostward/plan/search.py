@@ -20,7 +20,7 @@ from hostward.plan.budgets import Budgets, Required, needed
 from hostward.plan.cost_model import SUM_BYTES, Costs, Speeds, balanced_share
 from hostward.plan.decisions import LEAVES, Choice, Keep
 from hostward.plan.memory_model import LOAD, MemoryModel, Needs
-from hostward.plan.refinement import FEW_BUCKETS, WORTH_FOLLOWING, Neighbourhood, PatternSearch, fastest
+from hostward.plan.refinement import FEW_BUCKETS, FOLLOWED_AGAIN, WORTH_FOLLOWING, Neighbourhood, PatternSearch, fastest
 from hostward.plan.solver import LAST_STAY, Forced, Limits, LinearProgram
 from hostward.plan.step_time import Prediction, least_s, predict_of
 from hostward.plan.workload import Workload
@@ -310,7 +310,7 @@ class Frontier:
         # Small steps may have led to where large ones lead on.
         while start is not None and least < _LESS * reached:
             reached = least
-            self._search(excess, free).follow([start])
+            self._search(excess, free, order_varies=False).follow([start])
             start = smallest(self._seen.values())
         self._probes |= {c.choice for c in self._seen.values() if c.choice not in before and not c.is_predicted}
         return least
@@ -341,25 +341,26 @@ class Frontier:
         gradients_bytes = SUM_BYTES * sum(self.costs.numels) if self.workload.microbatches > 1 else 0
         if not excess(start) and gradients_bytes > budgets.limits.get("device", math.inf):
             search.hopeless = frozenset({False})  # the device would hold all of them
-        spread = search.spread(start.choice)
-        # Few variations lead from few layers with offloaded weights to many, or from one treatment of all to another.
-        apart: dict[tuple[bool, tuple[Keep, ...], float], list[Candidate]] = {}
-        for found in [start, *spread]:
-            choice = found.choice
-            kind = bool(choice.offloaded_weights), choice.activations[:1], search.neighbourhood.lead(choice)
-            apart.setdefault(kind, []).append(found)
-        # The best of its kind may lead less far than the first of all.
-        starts = list({c.choice: c for c in (start, *map(search.best, apart.values()))}.values())
-        best = search.best(starts)
-        limit_s = best.prediction.step_s * (1 + WORTH_FOLLOWING)
-        near = [c for c in starts if c is not best and not excess(c) and c.prediction.step_s < limit_s]
-        search.follow([best, *near])
+        search.follow(self._starts(search, [start, *search.spread(start.choice)]))
         self._with_few_buffers(search, budgets)
         if len(self.workload.inventory.buckets) <= FEW_BUCKETS:
             search.gridded(self.candidates)
         fastest_yet = self.best(budgets)
         self._probes |= {c.choice for c in self._seen.values() if c.choice not in before and not c.is_predicted}
         return fastest_yet
+
+    @staticmethod
+    def _starts(search: PatternSearch[Candidate], found: Sequence[Candidate]) -> list[Candidate]:
+        """Return the first and the best of each kind, as far as they are worth following; the best of all first."""
+        apart: dict[tuple[bool, Keep | None, float], list[Candidate]] = {}
+        for candidate in found:
+            apart.setdefault(search.neighbourhood.kind(candidate.choice), []).append(candidate)
+        # The best of its kind may lead less far than the first of all.
+        starts = list({c.choice: c for c in (found[0], *map(search.best, apart.values()))}.values())
+        best = search.best(starts)
+        limit_s = best.prediction.step_s * (1 + WORTH_FOLLOWING)
+        fit = (c for c in starts if c is not best and not search.excess_bytes(c))
+        return [best, *(c for c in fit if c.prediction.step_s < limit_s)]
 
     def _with_few_buffers(self, search: PatternSearch[Candidate], budgets: Budgets) -> None:
         """Search with the least number of GPU staging buffers, unless their bytes are forced.
@@ -374,17 +375,19 @@ class Frontier:
         few = replace(best.choice, staging_bytes=self._few_buffers_bytes)  # which what it is varied to has as well
         start = self._weigh(few, on_host=few.gradients_on_host)
         limit_s = best.prediction.step_s * (1 + NOT_MUCH)
-        found = search.best([start, *search.spread(start.choice, FEW_BUFFERS_SHARES, limit_s)])
-        if found.prediction.step_s < best.prediction.step_s * (1 - WORTH_FEW_BUFFERS):
-            search.follow([found])
+        found = [start, *search.spread(start.choice, FEW_BUFFERS_SHARES, limit_s)]
+        if search.best(found).prediction.step_s < best.prediction.step_s * (1 - WORTH_FEW_BUFFERS):
+            search.follow(self._starts(search, found), FOLLOWED_AGAIN)
 
     @cached_property
     def _few_buffers_bytes(self) -> int:
         """Return the bytes of the least number of GPU staging buffers, for whatever is streamed."""
         return MIN_STAGING_BUFFERS * staging_buffer_bytes([streamed_bytes(b) for b in self.workload.inventory.buckets])
 
-    def _search(self, excess: Callable[[Candidate], int], free: Callable[[Candidate], int]) -> PatternSearch[Candidate]:
-        around = Neighbourhood(self.costs, self._forced, weights_vary=self._sets != [frozenset()])
+    def _search(
+        self, excess: Callable[[Candidate], int], free: Callable[[Candidate], int], *, order_varies: bool = True
+    ) -> PatternSearch[Candidate]:
+        around = Neighbourhood(self.costs, self._forced, self._sets != [frozenset()], order_varies)
         asked = self._forced.gradients_on_host
         places = (False, True)[: min(2, self.workload.microbatches)] if asked is None else (asked,)
 
