@@ -49,9 +49,9 @@ save to be followed.
 """
 SLACK = 0.01
 """Share of the step's time by which a variation's lower bound may tell less of it than that of the varied choice."""
-FOLLOWED = (7, 4, 2, 2, 1)
+FOLLOWED = (6, 3, 2, 1, 1)
 """Numbers of the best choices, each of another kind, from which variations of each of these sizes are tried."""
-FOLLOWED_AGAIN = (4, 3, 2, 1, 1)
+FOLLOWED_AGAIN = (3, 2, 1, 1, 1)
 """The same where what they lead to is known with other staging buffers."""
 
 
