@@ -96,3 +96,16 @@ def test_without_a_limit_of_host_memory_the_verdict_says_what_it_takes(asked: As
 
 def test_a_model_without_fused_attention_is_planned(asked: Asked) -> None:
     assert asked("gpt-oss 20b", "--hardware", "h200").startswith("gpt_oss (eager attention): 20.91 B trained ")
+
+
+@pytest.mark.parametrize(("what", "instead"), [("elementwise", "recompute"), ("elementwise_offload", "offload")])
+def test_norms_that_are_not_known_to_be_recomputed_are_an_error(
+    cli: Cli, tmp_path: Path, what: str, instead: str
+) -> None:
+    """Seen red: a KeyError."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["gpt-oss 20b"].config))
+    words = ("--hardware", "h100", "--host-memory", "300GiB", "--keep", f"*.1[0-9]={what}")
+    found = cli("plan", "--config", tmp_path / "config.json", *words)
+    assert found.code == 2
+    assert f"--keep model.layers.10={what}: there is nothing of it to recompute" in found.err
+    assert f"--keep 'model.layers.10={instead}'" in found.err

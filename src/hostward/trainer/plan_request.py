@@ -16,7 +16,7 @@ from hostward.core.placement import Placement, place_fraction
 from hostward.core.units import MIB
 from hostward.errors import ConfigError, NotBuiltError
 from hostward.plan.cost_model import Costs, Speeds
-from hostward.plan.decisions import ELEMENTWISE_MODULES, Choice, Keep
+from hostward.plan.decisions import ELEMENTWISE, ELEMENTWISE_MODULES, LEAVES, Choice, Keep
 from hostward.plan.memory_model import RESUME, SAVE, TRAINING
 from hostward.plan.search import best_share
 from hostward.plan.solver import Forced
@@ -224,14 +224,16 @@ def by_hand(places: Sequence[str], keeps: Sequence[str], weights: int | None, la
 def forced_by_hand(workload: Workload, before: Forced, hand: ByHand) -> Forced:
     """Return `before` with the changes made by hand.
 
-    Raises ConfigError for a pattern that nothing matches, too many layers, or weights on the host of a layer whose step
-    is elsewhere.
+    Raises ConfigError for a pattern that nothing matches, too many layers, weights on the host of a layer whose step is
+    elsewhere, or parts of a layer to be recomputed that it does not have.
     """
     placements, activations = dict(before.placements), dict(before.activations)
     buckets = [(bucket.layer, bucket.name) for bucket in workload.inventory.buckets]
     layers = [(layer.name,) for layer in workload.repeated]
     placements |= _matched("--place", hand.places, buckets)
-    activations |= _matched("--keep", hand.keeps, layers)
+    kept = _matched("--keep", hand.keeps, layers)
+    _require_parts(workload, kept)
+    activations |= kept
     chosen = before.offloaded_weights
     if hand.weights is not None:
         _require_fewer(hand.weights, len(layers))
@@ -239,6 +241,19 @@ def forced_by_hand(workload: Workload, before: Forced, hand: ByHand) -> Forced:
     if hand != ByHand((), (), None):
         _require_stepped_there(workload, placements, chosen or frozenset())
     return replace(before, placements=placements, activations=activations, offloaded_weights=chosen)
+
+
+def _require_parts(workload: Workload, kept: Mapping[int, Keep]) -> None:
+    """Raise ConfigError if layer norms and activations are to be recomputed of a layer that has none to recompute."""
+    for index, keep in kept.items():
+        layer = workload.repeated[index]
+        if keep in ELEMENTWISE and not any(part.elementwise for part in layer.saved):
+            whole = Keep.OFFLOAD if keep in LEAVES else Keep.RECOMPUTE
+            raise ConfigError(
+                f"--keep {layer.name}={keep.value}: there is nothing of it to recompute",
+                why="no layer norm or activation of this model is known to be recomputed by itself",
+                fix=f"--keep '{layer.name}={whole.value}'",
+            )
 
 
 def _require_stepped_there(workload: Workload, placements: Mapping[int, Placement], away: frozenset[str]) -> None:
