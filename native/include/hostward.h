@@ -28,8 +28,7 @@ enum hostward_error {
   HOSTWARD_ERROR_TYPE = 3,  /* an unknown dtype or master kind, or a weight dtype that the master kind does not allow */
   HOSTWARD_ERROR_ISA = 4,   /* an instruction set that this processor or this build lacks */
   HOSTWARD_ERROR_TABLE = 5, /* a step count past the end of tables that have not reached 1 */
-  HOSTWARD_ERROR_ORDER = 6, /* a piece of work waits for one that cannot start before it */
-  HOSTWARD_ERROR_MEMORY = 7 /* no memory */
+  HOSTWARD_ERROR_ORDER = 6  /* a piece of work waits for one that cannot start before it */
 };
 
 enum hostward_dtype { HOSTWARD_FP32 = 0, HOSTWARD_BF16 = 1, HOSTWARD_FP16 = 2 };
@@ -214,7 +213,8 @@ typedef struct {
 } hostward_lanes;
 
 /* Simulates all rounds from an idle machine. `starts` and `ends` are [rounds * works], in seconds. Speeds change only
- * when a piece starts or ends, so the time from one such moment to the next is exact. */
+ * when a piece starts or ends, so the time from one such moment to the next is exact. After HOSTWARD_ERROR_ORDER what
+ * never ends has an infinite end; other errors write nothing. */
 HOSTWARD_API int hostward_simulate_lanes(const hostward_lanes* lanes, double* starts, double* ends);
 
 enum hostward_command_kind {

@@ -1,8 +1,5 @@
 // Simulates lanes of work that run concurrently and slow one another down.
-#include <cstddef>
 #include <limits>
-#include <new>
-#include <vector>
 
 #include "hostward.h"
 
@@ -13,9 +10,9 @@ constexpr double kNothing = 1e-12;  // seconds that are left of work which has e
 
 struct Lane {
   const int32_t* order = nullptr;
-  int64_t count = 0;  // of a round
-  int64_t next = 0;   // place of the next piece in the round; `count`: there is none in any round
-  int64_t round = 0;
+  int64_t count = 0;                // of a round
+  int64_t next = 0;                 // place of the next piece in `order`
+  int64_t round = 0;                // of the next piece; the number of rounds: there is none
   int64_t running = 0;              // its place among ends
   const double* blocked = nullptr;  // the end that the next piece waits for; null: not known
   double left_s = kNever;           // of the running piece, at full speed; infinite: none runs
@@ -24,12 +21,8 @@ struct Lane {
 class Simulation {
  public:
   Simulation(const hostward_lanes& lanes, double* starts, double* ends)
-      : lanes_(lanes),
-        starts_(starts),
-        ends_(ends),
-        ended_(static_cast<size_t>(lanes.works * (lanes.rounds + 1)), kNever) {
-    // What the first round waits for of the round before it has ended.
-    for (int64_t i = 0; i < lanes.works; ++i) ended_[static_cast<size_t>(i)] = 0.0;
+      : lanes_(lanes), starts_(starts), ends_(ends), total_(lanes.works * lanes.rounds) {
+    for (int64_t i = 0; i < total_; ++i) ends_[i] = kNever;
     int64_t begin = 0;
     for (int i = 0; i < HOSTWARD_LANES; ++i) {
       lane_[i].order = lanes.orders + begin;
@@ -53,13 +46,10 @@ class Simulation {
       now += least;
       for (int i = 0; i < HOSTWARD_LANES; ++i) advance(&lane_[i], least * speeds[i], now);
     }
-    const int64_t total = lanes_.works * lanes_.rounds;
-    bool complete = true;
-    for (int64_t i = 0; i < total; ++i) {
-      ends_[i] = ended_[static_cast<size_t>(lanes_.works + i)];
-      complete = complete && ends_[i] != kNever;
+    for (int64_t i = 0; i < total_; ++i) {
+      if (ends_[i] == kNever) return false;
     }
-    return complete;
+    return true;
   }
 
  private:
@@ -67,19 +57,19 @@ class Simulation {
   void start(Lane* lane, double now) {
     if (lane->left_s != kNever || lane->round == lanes_.rounds || lane->count == 0) return;
     if (lane->blocked != nullptr && *lane->blocked > now) return;
-    const int64_t work = lane->order[lane->next], first = lanes_.works * (lane->round + 1);
+    const int64_t work = lane->order[lane->next], first = lanes_.works * lane->round;
     const int64_t begin = work == 0 ? 0 : lanes_.wait_ends[work - 1];
     for (int64_t i = begin; i < lanes_.wait_ends[work]; ++i) {
-      const double* end = &ended_[static_cast<size_t>(first + lanes_.waits[i])];
-      if (*end > now) {
-        lane->blocked = end;
+      const int64_t other = first + lanes_.waits[i];
+      if (other >= 0 && ends_[other] > now) {  // there is nothing before the first round
+        lane->blocked = &ends_[other];
         return;
       }
     }
     lane->blocked = nullptr;
     lane->left_s = lanes_.seconds[work];
     lane->running = first + work;
-    starts_[first - lanes_.works + work] = now;
+    starts_[lane->running] = now;
     if (++lane->next == lane->count) {
       lane->next = 0;
       ++lane->round;
@@ -89,7 +79,7 @@ class Simulation {
   void advance(Lane* lane, double done_s, double now) {
     lane->left_s -= done_s;
     if (lane->left_s > kNothing) return;
-    ended_[static_cast<size_t>(lane->running)] = now;
+    ends_[lane->running] = now;
     lane->left_s = kNever;
   }
 
@@ -105,7 +95,7 @@ class Simulation {
   const hostward_lanes& lanes_;
   double* starts_;
   double* ends_;
-  std::vector<double> ended_;  // of the round before the first, and of all rounds
+  int64_t total_;
   Lane lane_[HOSTWARD_LANES];
 };
 
@@ -137,10 +127,6 @@ int hostward_simulate_lanes(const hostward_lanes* lanes, double* starts, double*
                            starts == nullptr || ends == nullptr)) {
     return HOSTWARD_ERROR_NULL;
   }
-  try {
-    if (const int code = check(*lanes)) return code;
-    return Simulation(*lanes, starts, ends).run() ? HOSTWARD_OK : HOSTWARD_ERROR_ORDER;
-  } catch (const std::bad_alloc&) {
-    return HOSTWARD_ERROR_MEMORY;
-  }
+  if (const int code = check(*lanes)) return code;
+  return Simulation(*lanes, starts, ends).run() ? HOSTWARD_OK : HOSTWARD_ERROR_ORDER;
 }

@@ -351,16 +351,14 @@ class Frontier:
 
     @staticmethod
     def _starts(search: PatternSearch[Candidate], found: Sequence[Candidate]) -> list[Candidate]:
-        """Return the first and the best of each kind, as far as they are worth following; the best of all first."""
+        """Return the best of each kind, as far as they are worth following."""
         apart: dict[tuple[bool, Keep | None, float], list[Candidate]] = {}
         for candidate in found:
             apart.setdefault(search.neighbourhood.kind(candidate.choice), []).append(candidate)
-        # The best of its kind may lead less far than the first of all.
-        starts = list({c.choice: c for c in (found[0], *map(search.best, apart.values()))}.values())
+        starts = [search.best(alike) for alike in apart.values()]
         best = search.best(starts)
         limit_s = best.prediction.step_s * (1 + WORTH_FOLLOWING)
-        fit = (c for c in starts if c is not best and not search.excess_bytes(c))
-        return [best, *(c for c in fit if c.prediction.step_s < limit_s)]
+        return [c for c in starts if c is best or (not search.excess_bytes(c) and c.prediction.step_s < limit_s)]
 
     def _with_few_buffers(self, search: PatternSearch[Candidate], budgets: Budgets) -> None:
         """Search with the least number of GPU staging buffers, unless their bytes are forced.

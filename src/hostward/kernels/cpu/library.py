@@ -187,7 +187,6 @@ _CODES = {
     4: "this processor or this build lacks the instruction set that was asked for",
     5: "a step count lies past the end of bias correction tables that have not reached 1",
     6: "a piece of work waits for one that was issued after it",
-    7: "there is no memory for it",
 }
 
 
