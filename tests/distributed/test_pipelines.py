@@ -396,7 +396,7 @@ def test_stages_whose_weights_leave_are_saved_and_go_on(
 def test_a_pipeline_is_trained_and_the_first_rank_reports(tmp_path: Path) -> None:
     words = ["--recipe", MOE, *SMALL, *SIZES[MOE], "model.pipeline_model_parallel_size=2"]
     ended = commands("train", *words, *HALF, "logger.log_interval=1", "--json", "report.json", folder=tmp_path)
-    assert [rank.code for rank in ended] == [0, 0], ended[0].err
+    assert [rank.code for rank in ended] == [0, 0], [rank.err for rank in ended]
     assert [rank.out.count("loss, first and last") for rank in ended] == [1, 0]
     content = json.loads((tmp_path / "report.json").read_text())
     expected = setup.prepare(MOE, small())

@@ -274,7 +274,7 @@ def test_two_processes_train_by_a_plan_of_the_command(tmp_path: Path) -> None:
     for given in ([], ["--plan", "plan.json"]):
         command = ["train", *recipe, *words, *given, "--json", "report.json"]
         ended = commands(*command, folder=tmp_path)
-        assert [rank.code for rank in ended] == [0, 0], ended[0].err
+        assert [rank.code for rank in ended] == [0, 0], [rank.err for rank in ended]
         report = json.loads((tmp_path / "report.json").read_text())
         losses.append((report["losses"], report["grad_norms"]))
     assert losses[0] == losses[1]

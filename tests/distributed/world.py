@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
 import itertools
@@ -199,6 +200,7 @@ def _into_files(folder: Path, name: str) -> None:
 
 def _command(rank: int, count: int, port: int, words: tuple[str, ...], folder: Path, before: str) -> None:
     _into_files(folder, str(rank))
+    faulthandler.dump_traceback_later(LIMIT_S * 0.9)  # where it hangs, in what it says
     local = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": count}
     os.environ |= {name: str(value) for name, value in local.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}

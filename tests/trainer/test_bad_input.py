@@ -290,6 +290,19 @@ def test_a_report_that_cannot_be_written_is_refused_before_training(refused: Cli
     assert "--json /proc/self/report.json cannot be written" in unwritable.err
 
 
+@pytest.mark.parametrize("command", ["train", "verify"])
+def test_ranks_look_at_no_file_that_the_first_writes(
+    cli: Cli, tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine that lacks its folder they come as far as to meet."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for words in (["--json", tmp_path / "no" / "report.json"], ["--json", tmp_path]):
+        outcome = cli(command, *SMALL, *words)
+        assert outcome.code == 2
+        assert "MASTER_ADDR and MASTER_PORT not set" in outcome.err
+
+
 def test_a_report_that_fails_at_the_end_is_an_error_after_the_table(cli: Cli, text: Path) -> None:
     """The disk is full: the numbers are on the terminal, the exit code is not 0."""
     outcome = cli("train", *SMALL, f"dataset.path={text}", "train.train_iters=1", "--json", "/dev/full")

@@ -336,10 +336,10 @@ def test_png_draws_the_charts(train: Cli, cli: Cli, tmp_path: Path) -> None:
     assert sorted(p.name for p in (tmp_path / "png").iterdir()) == ["loss.png", "memory.png", "step.png"]
 
 
-def test_ranks_that_ask_at_the_same_time_whether_a_file_can_be_written(
+def test_runs_that_ask_at_the_same_time_whether_a_file_can_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another rank has found the file that this one made to see whether it can, and removed it."""
+    """Another run has found the file that this one made to see whether it can, and removed it."""
     file, opened = tmp_path / "report.json", Path.open
 
     def removed(path: Path, *arguments: Any, **options: Any) -> Any:

@@ -194,8 +194,9 @@ def _require_outputs(
     json_file: Path | None, trace_file: Path | None, read: Mapping[str, Path | None], *, dry: bool
 ) -> None:
     """Raise ConfigError if a file cannot be written, or will not be."""
-    require_writable("--json", json_file)
-    require_replaceable("--trace", trace_file)
+    if ranks.is_first():  # no other writes them: another machine may lack the folder
+        require_writable("--json", json_file)
+        require_replaceable("--trace", trace_file)
     with ranks.same_errors_on_all_ranks():
         require_apart({"--json": json_file, "--trace": trace_file}, read)
         if dry and trace_file is not None:
@@ -262,7 +263,8 @@ def verify(
     The verdict is the first line; details follow.
     """
     config = checked(recipe, overrides)
-    require_writable("--json", json_file)
+    if ranks.is_first():
+        require_writable("--json", json_file)
     # Several runs, which are not timed. Threads that spin while they wait take several times as long where other
     # programs use the cores, and gain a little where none does.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

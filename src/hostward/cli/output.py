@@ -66,7 +66,7 @@ def require_writable(option: str, file: Path | None) -> None:
     try:
         file.open("a").close()
         if not existed:
-            file.unlink(missing_ok=True)  # ranks of a run check at the same time
+            file.unlink(missing_ok=True)  # another run may check at the same time
     except OSError as error:
         raise _unwritable(option, file, error) from error
 
