@@ -6,7 +6,9 @@ offloaded, the fewest that fit among them, and several streamed shares, each wit
 device's memory allows. From the best of them, of several kinds, one decision is varied at a time, or two that trade
 memory with each other, in steps that get smaller, as long as the predicted step gets shorter (a pattern search, as of
 Hooke and Jeeves, 1961). Among them is the order of offloaded buckets: streamed ones and those that the CPU steps
-alternate, or half or all of the streamed ones come first.
+alternate, or half or all of the streamed ones come first. At last one decision is changed by much, the rest is varied
+in small steps from there even if that is slower at first, and where it ends faster all begins anew from there (iterated
+local search, as of Lourenço, Martin and Stützle, 2003).
 """
 
 from __future__ import annotations
@@ -35,6 +37,16 @@ LEADS = (0.0, 1 / 2, 1.0)
 """Shares of the streamed buckets that come before all others that are offloaded."""
 CLOSER = (1 / 8, 1 / 16)
 """Distances from the best of these shares that are tried next."""
+AWAY_JUMPS = (0.0, 1 / 16, 1 / 6)
+"""Shares of the layers, one layer at least, by which the number of offloaded ones is changed at last."""
+TREATED_JUMP = 1 / 4
+"""Share of the layers whose treatment is changed at last."""
+WORTH_LANDING = 0.02
+"""Share of the step's time by which such a change may be slower where the planner searches around it."""
+WORTH_JUMPING = 0.002
+"""Share of the step's time that it must save for all to begin anew."""
+JUMPED = 300
+"""Variations, from all such changes together, after which the planner tries no other one."""
 WORTH_FOLLOWING = 0.1
 """Share of the step's time by which choices of several kinds may differ where the planner searches around each."""
 GUESSES = 6
@@ -49,7 +61,7 @@ save to be followed.
 """
 SLACK = 0.01
 """Share of the step's time by which a variation's lower bound may tell less of it than that of the varied choice."""
-FOLLOWED = (6, 3, 2, 1, 1)
+FOLLOWED = (5, 2, 2, 1, 1)
 """Numbers of the best choices, each of another kind, from which variations of each of these sizes are tried."""
 FOLLOWED_AGAIN = (3, 2, 1, 1, 1)
 """The same where what they lead to is known with other staging buffers."""
@@ -75,12 +87,14 @@ class Neighbourhood:
     Args:
         weights_vary: whether the number of layers with offloaded weights may change.
         order_varies: whether the order of offloaded buckets may, which hardly changes bytes.
+        few_buffers_bytes: bytes of the least number of GPU staging buffers; None: they may not change.
     """
 
     costs: Costs
     forced: Forced
     weights_vary: bool = True
     order_varies: bool = True
+    few_buffers_bytes: int | None = None
     _placements: dict[tuple[frozenset[str], int, float, float], tuple[Placement, ...]] = field(default_factory=dict)
     _leads: dict[tuple[Placement, ...], float] = field(default_factory=dict)
     _shares: dict[tuple[tuple[Placement, ...], frozenset[str]], tuple[float, float]] = field(default_factory=dict)
@@ -134,6 +148,21 @@ class Neighbourhood:
                 treated = self._treat(choice, before, after, count, first=first)
                 if treated is not None:
                     yield treated, (streamed,) if fraction else SHARES  # of nothing, there is no share
+
+    def jumps(self, choice: Choice) -> Iterator[Choice]:
+        """Return the choice with one decision changed by much: buffers, order, offloaded weights, and treatments."""
+        if self.few_buffers_bytes is not None:
+            yield replace(choice, staging_bytes=self.few_buffers_bytes if choice.staging_bytes is None else None)
+        fraction, streamed = self.shares(choice)
+        if fraction:
+            yield from (self.placed(choice, fraction, streamed, lead) for lead in LEADS if lead != self.lead(choice))
+        for count in sorted({max(1, round(part * len(self.names))) for part in AWAY_JUMPS}):
+            yield from self._more_or_fewer_away(choice, count)
+        count = max(1, round(TREATED_JUMP * len(self.names)))
+        for first, (before, after) in product((True, False), self._pairs(choice)):
+            treated = self._treat(choice, before, after, count, first=first)
+            if treated is not None:
+                yield treated
 
     def alike(self, choice: Choice) -> Iterator[Choice]:
         """Return the choice with each treatment for all layers: some do not go with others, so no step leads there.
@@ -379,6 +408,38 @@ class PatternSearch(Generic[J]):
         found.sort(key=self._order)
         return found[0]
 
+    def jump(self, best: J) -> J:
+        """Return the best choice that small variations of one large change lead to, for as long as there is a faster.
+
+        Args:
+            best: fits, and is returned if nothing is faster.
+        """
+        tried = last = 0
+        better: J | None = best
+        while better is not None:
+            best, better = better, None
+            self.tried.clear()  # from elsewhere, a variation may be better than what it is a variation of
+            jumps = list(self.neighbourhood.jumps(best.choice))
+            for at in (*range(last, len(jumps)), *range(min(last, len(jumps)))):
+                landed = self._landed(jumps[at], best.order[0])
+                if landed is not None and landed.order[0] < best.order[0] * (1 - WORTH_JUMPING):
+                    better, last = landed, at + 1
+                if better is not None or tried + len(self.tried) > JUMPED:
+                    break
+            tried += len(self.tried)
+        return best
+
+    def _landed(self, choice: Choice, best_s: float) -> J | None:
+        """Return what the smallest variations of a choice lead to; None where it is too slow, or does not fit."""
+        limit_s = best_s * (1 + WORTH_LANDING)
+        filled = self.filled(choice, (self.neighbourhood.shares(choice)[1],))
+        found = fastest(c for c in filled if not self.excess_bytes(c) and c.least_s < limit_s)
+        if found is None or found.order[0] > limit_s:
+            return None
+        for step, gain in STEPS[-2:]:
+            found = self._followed(found, step, gain)
+        return found
+
     def _order(self, judged: J) -> tuple[int, float]:
         excess = self.excess_bytes(judged)
         return excess, 0.0 if excess else judged.order[0]
@@ -414,7 +475,7 @@ class PatternSearch(Generic[J]):
                 share = around.shares(best.choice)[1]
                 best = self.best([best, *self.filled(choice, (max(0.0, share - distance), min(1.0, share + distance)))])
             found.append(best)
-            if not excess:
+            if not excess and around.workload.step_early:  # where that order is not worth as much, a jump finds it
                 found += self._with_lead(choice, around.shares(best.choice)[1])
         return found
 

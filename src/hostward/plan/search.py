@@ -346,6 +346,9 @@ class Frontier:
         if len(self.workload.inventory.buckets) <= FEW_BUCKETS:
             search.gridded(self.candidates)
         fastest_yet = self.best(budgets)
+        if fastest_yet is not None and self._leaves_much(fastest_yet):
+            search.jump(fastest_yet)
+            fastest_yet = self.best(budgets)
         self._probes |= {c.choice for c in self._seen.values() if c.choice not in before and not c.is_predicted}
         return fastest_yet
 
@@ -366,16 +369,18 @@ class Frontier:
         More of them take what weights and activations could have, and state that is read early delays weights.
         """
         best = self.best(budgets)
-        if best is None or self._forced.staging_bytes is not None:
+        if best is None or self._forced.staging_bytes is not None or not self._leaves_much(best):
             return
-        if best.prediction.step_s <= self.base.prediction.step_s * (1 + NOT_MUCH):
-            return  # there is not much to save
         few = replace(best.choice, staging_bytes=self._few_buffers_bytes)  # which what it is varied to has as well
         start = self._weigh(few, on_host=few.gradients_on_host)
         limit_s = best.prediction.step_s * (1 + NOT_MUCH)
         found = [start, *search.spread(start.choice, FEW_BUFFERS_SHARES, limit_s)]
         if search.best(found).prediction.step_s < best.prediction.step_s * (1 - WORTH_FEW_BUFFERS):
             search.follow(self._starts(search, found), FOLLOWED_AGAIN)
+
+    def _leaves_much(self, best: Candidate) -> bool:
+        """Return whether there is much to save: what the candidate takes longer than no offloading."""
+        return best.prediction.step_s > self.base.prediction.step_s * (1 + NOT_MUCH)
 
     @cached_property
     def _few_buffers_bytes(self) -> int:
@@ -385,7 +390,8 @@ class Frontier:
     def _search(
         self, excess: Callable[[Candidate], int], free: Callable[[Candidate], int], *, order_varies: bool = True
     ) -> PatternSearch[Candidate]:
-        around = Neighbourhood(self.costs, self._forced, self._sets != [frozenset()], order_varies)
+        few_bytes = self._few_buffers_bytes if self._forced.staging_bytes is None else None
+        around = Neighbourhood(self.costs, self._forced, self._sets != [frozenset()], order_varies, few_bytes)
         asked = self._forced.gradients_on_host
         places = (False, True)[: min(2, self.workload.microbatches)] if asked is None else (asked,)
 
