@@ -33,8 +33,7 @@ from hostward.optim.adamw import AdamW
 from hostward.optim.param_groups import is_number
 from hostward.optim.placement import planned, require_division
 from hostward.plan.budgets import Budgets, refuse
-from hostward.plan.decisions import ELEMENTWISE, LEAVES, RECOMPUTED, Keep
-from hostward.plan.plan_file import PlanFile
+from hostward.plan.plan_file import PlanFile, PlannedLayers, layers_of
 from hostward.runtime.backend import Backend
 from hostward.runtime.backend_choice import backend_for
 from hostward.runtime.pinned_arena import HostArena
@@ -170,7 +169,7 @@ def _put_on(
     by_plan = None if given is None else _planned(given, model, found, activations, weights, recompute)
     if by_plan is not None:
         activations, weights = by_plan.activations or None, by_plan.weights or None
-        recompute = by_plan.recompute(found)
+        recompute = recomputed_parts(by_plan, found)
         require_whole_again(model, [layer for _, layer in found], by_plan.whole)
     _require_no_scripts(found, within=weights is not None or recompute is not None)
     how = None if activations is None else _how(activations, len(found))
@@ -675,74 +674,22 @@ _SWITCH = "gradient_checkpointing"
 """Layer attribute of transformers: whether the layer is checkpointed in training."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedLayers:
-    """Holds a plan's decisions about layers.
-
-    activations, weights: number of first layers whose activations or weights are offloaded. parts: number of first
-    layers in which layer norms and activations are recomputed. whole: layers that are recomputed as a whole.
-    """
-
-    activations: int
-    weights: int
-    parts: int
-    whole: frozenset[int]
-
-    def __bool__(self) -> bool:
-        """Report whether anything of layers is offloaded or recomputed."""
-        return bool(self.activations or self.weights or self.parts or self.whole)
-
-    def recompute(self, layers: Sequence[tuple[str, torch.nn.Module]]) -> dict[str, int] | None:
-        """Return the layer norms and activations to recompute, with their number of layers; None: nothing.
-
-        Raises:
-            ConfigError: the layers have none that can be recomputed. ModelError: compiled layers.
-        """
-        if not self.parts:
-            return None
-        require_not_compiled(layers[: self.parts])
-        names = elementwise_in(layers[: self.parts])
-        if not names:
-            raise ConfigError(
-                "the plan recomputes layer norms and activations, but the model's layers have none that can be",
-                fix="make a plan of this model: hostward plan --json FILE",
-            )
-        return dict.fromkeys(names, self.parts)
-
-
-def layers_of(plan: PlanFile) -> PlannedLayers:
-    """Return a plan's decisions about layers.
+def recomputed_parts(planned: PlannedLayers, layers: Sequence[tuple[str, torch.nn.Module]]) -> dict[str, int] | None:
+    """Return the layer norms and activations to recompute, with their number of layers; None: nothing.
 
     Raises:
-        ConfigError: an edited plan offloads other layers than the first ones, or everything of the last layer.
+        ConfigError: the layers have none that can be recomputed. ModelError: compiled layers.
     """
-    keeps = [Keep(row.activations) for row in plan.layers]
-    away = [row.weights == "host" for row in plan.layers]
-    found = PlannedLayers(
-        _first(plan, [k in LEAVES for k in keeps], "activations are offloaded"),
-        _first(plan, away, "weights are offloaded"),
-        _first(plan, [k in ELEMENTWISE for k in keeps], "layer norms and activations are recomputed"),
-        frozenset(i for i, k in enumerate(keeps) if k in RECOMPUTED),
-    )
-    if keeps and (found.activations == len(keeps) or found.weights == len(keeps)):
+    if not planned.parts:
+        return None
+    require_not_compiled(layers[: planned.parts])
+    names = elementwise_in(layers[: planned.parts])
+    if not names:
         raise ConfigError(
-            "the plan offloads everything of the last layer",
-            why="its backward begins as soon as its forward ends",
-            fix="keep the last layer's activations and weights on the device",
+            "the plan recomputes layer norms and activations, but the model's layers have none that can be",
+            fix="make a plan of this model: hostward plan --json FILE",
         )
-    return found
-
-
-def _first(plan: PlanFile, yes: Sequence[bool], what: str) -> int:
-    count = sum(yes)
-    if not all(yes[:count]):
-        last, gap = max(i for i, y in enumerate(yes) if y), yes.index(False)
-        raise ConfigError(
-            f"in the plan, {what} in layers[{last}], {plan.layers[last].layer}, but not in layers[{gap}] before it",
-            why="hostward.attach counts layers from the first",
-            fix="edit the plan so that these are the first layers, and something of the last one stays",
-        )
-    return count
+    return dict.fromkeys(names, planned.parts)
 
 
 def recompute_whole(

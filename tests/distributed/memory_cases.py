@@ -27,12 +27,13 @@ from workload_cases import treatments
 
 import hostward
 from hostward import recipes
-from hostward.attachment import PlannedLayers, recompute_whole
+from hostward.attachment import recompute_whole, recomputed_parts
 from hostward.config.overrides import apply_overrides
 from hostward.config.schema import Config
 from hostward.core.placement import Placement
 from hostward.plan.decisions import ELEMENTWISE, LEAVES, RECOMPUTED, Choice, Keep
 from hostward.plan.memory_model import STEADY_STEP, required
+from hostward.plan.plan_file import PlannedLayers
 from hostward.plan.rank_partition import sharded
 from hostward.plan.workload import Workload
 from hostward.runtime.backend import Buffer, Event
@@ -101,7 +102,7 @@ def treated(model: Any, keeps: Sequence[Keep]) -> hostward.Attachment | None:
     run, planned = None, PlannedLayers(away, 0, parts, whole)
     if away or parts:
         activations = hostward.Activations(num_layers=away, min_bytes=0) if away else None
-        again = planned.recompute(layers)
+        again = recomputed_parts(planned, layers)
         run = hostward.attach(model, activations=activations, recompute=again, backend=Forgetful())
     recompute_whole(model, [layer for _, layer in layers], whole)
     return run

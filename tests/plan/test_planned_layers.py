@@ -19,7 +19,7 @@ from workload_cases import treatments
 import hostward
 from hostward import attachment
 from hostward.activations.recompute import Regions
-from hostward.attachment import PlannedLayers, recompute_whole
+from hostward.attachment import recompute_whole, recomputed_parts
 from hostward.core.placement import Placement
 from hostward.errors import ConfigError, ModelError
 from hostward.model.layers import find_layers
@@ -28,7 +28,7 @@ from hostward.plan.cost_model import Costs, speeds_of
 from hostward.plan.decisions import LEAVES, Choice
 from hostward.plan.hardware_profile import profile
 from hostward.plan.memory_model import required
-from hostward.plan.plan_file import PlanFile, plan_of
+from hostward.plan.plan_file import PlanFile, PlannedLayers, plan_of
 from hostward.plan.search import Candidate
 from hostward.plan.workload import Workload
 from hostward.profiler.workload import workload_of
@@ -46,10 +46,10 @@ def test_only_the_layers_that_a_plan_recomputes_in_part_are_asked() -> None:
     model = built("Qwen3Moe", "cpu", **EXPERTS, mlp_only_layers=[0, 1])
     model.config._experts_implementation = "grouped_mm"
     layers = find_layers(model)
-    assert in_parts(2).recompute(layers) == {"layernorm": 2, "mlp_act": 2}
-    assert in_parts(3).recompute(layers) == {"layernorm": 3, "mlp_act": 3, "moe_act": 3}
-    assert in_parts(0).recompute(layers) is None
-    hostward.attach(model, recompute=in_parts(2).recompute(layers)).detach()
+    assert recomputed_parts(in_parts(2), layers) == {"layernorm": 2, "mlp_act": 2}
+    assert recomputed_parts(in_parts(3), layers) == {"layernorm": 3, "mlp_act": 3, "moe_act": 3}
+    assert recomputed_parts(in_parts(0), layers) is None
+    hostward.attach(model, recompute=recomputed_parts(in_parts(2), layers)).detach()
 
 
 def doubled(device: str) -> Any:
@@ -70,7 +70,7 @@ def test_planning_and_attach_agree_on_what_can_be_recomputed(caplog: pytest.LogC
     model = doubled("cpu")
     model.model.layers[0].gradient_checkpointing = True
     layers = find_layers(model)
-    assert in_parts(3).recompute(layers) == {"layernorm": 3}
+    assert recomputed_parts(in_parts(3), layers) == {"layernorm": 3}
     assert not caplog.records
     Regions(layers, {"layernorm": 3}).undo()
     work = workload_of(model, sequence_tokens=24, loss=loss_of)
@@ -84,10 +84,10 @@ def test_planning_and_attach_agree_on_what_can_be_recomputed(caplog: pytest.LogC
 def test_what_cannot_be_recomputed_says_why() -> None:
     layers = find_layers(built("Llama", "cpu"))
     with pytest.raises(ConfigError, match="layers have none that can be"):
-        in_parts(3).recompute([(name, torch.nn.Linear(2, 2)) for name, _ in layers])
+        recomputed_parts(in_parts(3), [(name, torch.nn.Linear(2, 2)) for name, _ in layers])
     layers[0][1].compile()
     with pytest.raises(ModelError, match=r"layer model.layers.0 is compiled"):
-        in_parts(3).recompute(layers)
+        recomputed_parts(in_parts(3), layers)
 
 
 def switches(model: Any) -> list[bool]:

@@ -526,7 +526,7 @@ def _answer(plot: Path | None, json_file: Path | None, chosen_by_hand: bool, que
 
         found.frontier.widen()  # its line extends beyond the device's memory
         draw(found, plot)
-    if json_file is not None and found.chosen is not None:
+    if found.chosen is not None and (json_file is not None or chosen_by_hand):
         made = plan_file.plan_of(
             question.workload,
             question.hardware,
@@ -537,23 +537,23 @@ def _answer(plot: Path | None, json_file: Path | None, chosen_by_hand: bool, que
         )
         if json_file == STDOUT:
             write_json(json_file, made.to_json())
-        else:
+        elif json_file is not None:
             plan_file.save(made, json_file)
         if chosen_by_hand:
-            _warn_unsupported(made, json_file)
+            _warn_unsupported(made)
     elif json_file is not None:
         typer.echo(f"{'--json' if json_file == STDOUT else json_file} is not written: no plan fits", err=True)
     return found
 
 
-def _warn_unsupported(plan: PlanFile, file: Path) -> None:
+def _warn_unsupported(plan: PlanFile) -> None:
     """Print why training does not support a plan with choices made by hand."""
-    from hostward.attachment import layers_of
+    from hostward.plan.plan_file import layers_of
 
     try:
         layers_of(plan)
     except ConfigError as error:
-        typer.echo(f"hostward train --plan does not support {file}: {error.what}", err=True)
+        typer.echo(f"hostward train --plan does not support this plan: {error.what}", err=True)
 
 
 def _of_recipe(

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from hostward.attachment import Attachment, attach, layers_of
+from hostward.attachment import Attachment, attach
 from hostward.checkpoint.torch_adamw import from_torch_adamw
 from hostward.config.schema import nearest
 from hostward.core.inventory import MAIN_PARAM, Dtype
@@ -30,6 +30,7 @@ from hostward.optim.adamw import OPTIONS, AdamW
 from hostward.optim.offloaded_grad import OffloadedGrad
 from hostward.optim.param_groups import check_variants
 from hostward.optim.placement import planned
+from hostward.plan.plan_file import layers_of
 
 with needed_for("hostward.integrations.accelerate", "accelerate"):
     from accelerate import Accelerator

@@ -22,7 +22,7 @@ from hostward.errors import ConfigError
 from hostward.files import json_schema
 from hostward.files.atomic_file import read_text, replace_text
 from hostward.plan.budgets import Budgets
-from hostward.plan.decisions import Choice, FrontierPoint, Keep
+from hostward.plan.decisions import ELEMENTWISE, LEAVES, RECOMPUTED, Choice, FrontierPoint, Keep
 from hostward.plan.hardware_profile import Hardware
 from hostward.plan.memory_model import STEADY_STEP, Needs, PhaseNeeds
 from hostward.plan.search import Candidate
@@ -410,6 +410,62 @@ def load(path: Path) -> PlanFile:
 def save(plan: PlanFile, path: Path) -> None:
     """Write the file atomically. Raises ConfigError where it cannot be written."""
     replace_text(path, plan.to_json(), what="plan")
+
+
+# What training carries out of a plan.
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLayers:
+    """Hold a plan's decisions about layers, as training carries them out.
+
+    activations, weights: number of first layers whose activations or weights are offloaded. parts: number of first
+    layers in which layer norms and activations are recomputed. whole: layers that are recomputed as a whole.
+    """
+
+    activations: int
+    weights: int
+    parts: int
+    whole: frozenset[int]
+
+    def __bool__(self) -> bool:
+        """Report whether anything of layers is offloaded or recomputed."""
+        return bool(self.activations or self.weights or self.parts or self.whole)
+
+
+def layers_of(plan: PlanFile) -> PlannedLayers:
+    """Return a plan's decisions about layers.
+
+    Raises:
+        ConfigError: a plan made by hand offloads other layers than the first ones, or everything of the last layer.
+    """
+    keeps = [Keep(row.activations) for row in plan.layers]
+    away = [row.weights == "host" for row in plan.layers]
+    found = PlannedLayers(
+        _first(plan, [k in LEAVES for k in keeps], "activations are offloaded"),
+        _first(plan, away, "weights are offloaded"),
+        _first(plan, [k in ELEMENTWISE for k in keeps], "layer norms and activations are recomputed"),
+        frozenset(i for i, k in enumerate(keeps) if k in RECOMPUTED),
+    )
+    if keeps and (found.activations == len(keeps) or found.weights == len(keeps)):
+        raise ConfigError(
+            "the plan offloads everything of the last layer",
+            why="its backward begins as soon as its forward ends",
+            fix="keep the last layer's activations and weights on the device",
+        )
+    return found
+
+
+def _first(plan: PlanFile, yes: Sequence[bool], what: str) -> int:
+    count = sum(yes)
+    if not all(yes[:count]):
+        last, gap = max(i for i, y in enumerate(yes) if y), yes.index(False)
+        raise ConfigError(
+            f"in the plan, {what} in layers[{last}], {plan.layers[last].layer}, but not in layers[{gap}] before it",
+            why="hostward.attach counts layers from the first",
+            fix="edit the plan so that these are the first layers, and something of the last one stays",
+        )
+    return count
 
 
 # The differences between two plans, as text.

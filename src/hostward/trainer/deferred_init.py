@@ -16,13 +16,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hostward.attachment import layers_of
 from hostward.config.schema import Config
 from hostward.core.inventory import layer_of
 from hostward.errors import ModelError
 from hostward.model.layers import find_layers
 from hostward.model.parameters import local_of
-from hostward.plan.plan_file import PlanFile
+from hostward.plan.plan_file import PlanFile, layers_of
 from hostward.trainer.models import empty_model, load_pretrained, meta_model, transformers_config
 from hostward.trainer.process_group import Ranks
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from hostward.attachment import layers_of
 from hostward.checkpoint import api, files
 from hostward.config.rules.table import captured, microbatches, serial, widened
 from hostward.config.schema import Config
@@ -36,7 +35,7 @@ from hostward.plan.cost_model import Costs, Speeds, measured, speeds_of
 from hostward.plan.decisions import Choice, FrontierPoint, Keep
 from hostward.plan.hardware_profile import profile_of
 from hostward.plan.memory_model import LOAD, STEADY_STEP, Needs, PhaseNeeds, required
-from hostward.plan.plan_file import PlanFile
+from hostward.plan.plan_file import PlanFile, layers_of
 from hostward.plan.rank_partition import first_parts, required_of, sharded
 from hostward.plan.render import points_of
 from hostward.plan.result import default_budgets, device_budget, host_budget

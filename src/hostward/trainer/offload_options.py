@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hostward.attachment import Activations, Attachment, attach, layers_of, recompute_whole
+from hostward.attachment import Activations, Attachment, attach, recompute_whole
 from hostward.config.rules.table import captured, serial
 from hostward.config.schema import Config
 from hostward.core.inventory import Inventory
@@ -20,7 +20,7 @@ from hostward.kernels.cpu.affinity import CpuFacts, default_threads
 from hostward.optim.adamw import AdamW
 from hostward.optim.placement import ShareOf
 from hostward.optim.state_dict import state_dtypes
-from hostward.plan.plan_file import PlanFile
+from hostward.plan.plan_file import PlanFile, layers_of
 from hostward.profiler.workload import inventory_of
 from hostward.schedule.optimizer import GRADIENTS_IN_FLIGHT
 from hostward.schedule.staging import MIN_STAGING_BUFFERS, staging_buffer_bytes, streamed_bytes
