@@ -263,8 +263,7 @@ def verify(
     The verdict is the first line; details follow.
     """
     config = checked(recipe, overrides)
-    if ranks.is_first():
-        require_writable("--json", json_file)
+    _require_outputs(json_file, None, {}, dry=False)
     # Several runs, which are not timed. Threads that spin while they wait take several times as long where other
     # programs use the cores, and gain a little where none does.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
