@@ -18,7 +18,7 @@ import argparse
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,6 +36,7 @@ from hostward.core.placement import Placement, Plan, place_fraction
 from hostward.optim.param_groups import checked_form
 from hostward.plan.decisions import Choice, Keep
 from hostward.plan.memory_model import STEADY_STEP, PhaseNeeds, required
+from hostward.plan.plan_file import PlanFile
 from hostward.plan.rank_partition import sharded
 from hostward.plan.workload import Workload
 from hostward.profiler.workload import workload_of
@@ -233,9 +234,10 @@ def scaled(result: dict[str, Any], row: dict[str, Any]) -> tuple[Workload, Choic
 
 def recipe_run(result: dict[str, Any]) -> tuple[str, Workload, Choice] | None:
     """A name, and what the first rank of a run's report ran; None of a simulated device, of an "auto" mix, of a model
-    that is divided otherwise than by rows, and of a plan, whose treatments of layers no report tells.
+    that is divided otherwise than by rows, and of a plan that is not in the result as `plan_file`: no report tells how
+    it treats layers.
     """
-    if result["memory"].get("device_peak_bytes") is None or "--plan" in result["command"]:
+    if result["memory"].get("device_peak_bytes") is None:
         return None
     words = [w for w in result["command"].split() if re.fullmatch(r"\w+\.\w+=\S+", w)]
     config = apply_overrides(recipes.load(result["recipe"]), words)
@@ -245,12 +247,20 @@ def recipe_run(result: dict[str, Any]) -> tuple[str, Workload, Choice] | None:
     if isinstance(asked.streamed_fraction, str) or not by_rows:
         return None
     work = _divided(config, ranks)
+    if "--plan" in result["command"]:
+        return _planned_run(work, result) if "plan_file" in result else None
     plan = place_fraction(work.inventory.buckets, asked.offload_fraction, asked.streamed_fraction)
     on_host = config.optimizer.gradients == "host"
     kept = asked_of(config, work, None).activations
     keeps = tuple(kept.get(i, Keep.KEEP) for i in range(len(work.repeated)))
     name = " ".join([result["recipe"], *(w for w in words if w.startswith(("model.", "optimizer.gradients")))])
     return name, work, Choice(tuple(b.placement for b in plan.buckets), keeps, gradients_on_host=on_host)
+
+
+def _planned_run(work: Workload, result: dict[str, Any]) -> tuple[str, Workload, Choice]:
+    plan = PlanFile.from_json(json.dumps(result["plan_file"]))
+    name = f"{result['recipe']} by a plan, {work.sequence_tokens} tokens"
+    return name, replace(work, step_early=plan.step_early), plan.choice(work)
 
 
 def of_recipe(file: str, result: dict[str, Any]) -> Row | None:
