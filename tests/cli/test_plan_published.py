@@ -61,11 +61,15 @@ def host_gib(printed: str) -> dict[str, float]:
             "--weights 8",
         ),
         ("qwen3 32b", "--hardware a100-80gb --device-memory 39GiB --seq 16384 --batch 2", "--weights 60"),
+        (
+            "mistral 7b v0.3",
+            "--hardware a100-80gb --device-memory 31.2GiB --host-memory 237GiB --micro-batch 1 --batch 2",
+            "--place model.layers.29=host --place model.layers.3[01]=host --place lm_head=host",
+        ),
     ],
 )
-def test_a_number_of_layers_that_was_faster_than_the_plan_no_longer_is(
-    asked: Asked, name: str, words: str, flag: str
-) -> None:
+def test_a_flag_that_made_the_plan_faster_no_longer_does(asked: Asked, name: str, words: str, flag: str) -> None:
+    """Seen red, the last one: 5 %, where the CPU did not step all of the state whose gradients backward makes first."""
     printed = asked(name, *words.split(), "--why-not", flag)
     this, other = printed.splitlines()[-2:]
     step_s = [float(line.removeprefix(what).split()[0]) for line, what in ((this, "this plan"), (other, flag))]

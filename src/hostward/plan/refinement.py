@@ -6,9 +6,10 @@ offloaded, the fewest that fit among them, and several streamed shares, each wit
 device's memory allows. From the best of them, of several kinds, one decision is varied at a time, or two that trade
 memory with each other, in steps that get smaller, as long as the predicted step gets shorter (a pattern search, as of
 Hooke and Jeeves, 1961). Among them is the order of offloaded buckets: streamed ones and those that the CPU steps
-alternate, or half or all of the streamed ones come first. At last one decision is changed by much, the rest is varied
-in small steps from there even if that is slower at first, and where it ends faster all begins anew from there (iterated
-local search, as of Lourenço, Martin and Stützle, 2003).
+alternate, or half or all of the streamed ones come first; with several microbatches, the CPU also steps all of the last
+ones. At last one decision is changed by much, the rest is varied in small steps from there even if that is slower at
+first, and where it ends faster all begins anew from there (iterated local search, as of Lourenço, Martin and Stützle,
+2003).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heappop, heappush
 from itertools import accumulate, product
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from hostward.core.placement import Placement, alternating, offloaded_count
 from hostward.plan.cost_model import Costs
@@ -33,8 +34,6 @@ AWAY = (0.0, 1 / 3, 2 / 3, 1.0)
 """Shares of the layers whose weights are offloaded that are tried with each treatment of all layers."""
 SHARES = (0.0, 1 / 4, 1 / 2, 3 / 4, 1.0)
 """Streamed shares of the offloaded state that are tried with each of them."""
-LEADS = (0.0, 1 / 2, 1.0)
-"""Shares of the streamed buckets that come before all others that are offloaded."""
 CLOSER = (1 / 8, 1 / 16)
 """Distances from the best of these shares that are tried next."""
 AWAY_JUMPS = (0.0, 1 / 16, 1 / 6)
@@ -53,6 +52,10 @@ GUESSES = 6
 """Most shares of the state that are tried to find the smallest one that fits."""
 FEW_BUCKETS = 32
 """Numbers of buckets up to which the device's memory is far from linear in the share of the state."""
+FEW_MICROBATCHES = 4
+"""Numbers of microbatches of one GPU up to which more is tried: of many, the end of a step is a small part."""
+FEW_LAYERS = 3
+"""Numbers of layers up to which all their treatments are tried with few buckets."""
 GRID = 8
 """Parts in which the streamed share of few buckets is tried."""
 STEPS = ((1 / 4, 0.01), (1 / 8, 0.005), (1 / 16, 0.003), (1 / 32, 0.002), (1 / 64, 0.0002))
@@ -65,6 +68,27 @@ FOLLOWED = (5, 2, 2, 1, 1)
 """Numbers of the best choices, each of another kind, from which variations of each of these sizes are tried."""
 FOLLOWED_AGAIN = (3, 2, 1, 1, 1)
 """The same where what they lead to is known with other staging buffers."""
+FOLLOWED_HOST_LAST = (2, 1, 1, 1, 1)
+"""The same where it is known with another order."""
+FOLLOWED_NEAR = (1, 1, 1)
+"""The same of the smallest variations, where the best of them is slower than what is known."""
+
+
+class Ends(NamedTuple):
+    """Say which offloaded buckets come before and behind those among which streamed and CPU-stepped ones alternate."""
+
+    streamed: float = 0.0
+    """Share of the streamed buckets that come first. With 1, the CPU steps what backward makes first, and has the most
+    time for it.
+    """
+    host: float = 0.0
+    """Share of the offloaded buckets that come last, which the CPU steps, and whose gradients backward makes first."""
+
+
+ENDS = (Ends(), Ends(streamed=1 / 2), Ends(streamed=1.0))
+"""Orders that are tried."""
+HOST_LAST = Ends(host=1 / 8)
+"""Order that is tried besides, with several microbatches."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +119,8 @@ class Neighbourhood:
     weights_vary: bool = True
     order_varies: bool = True
     few_buffers_bytes: int | None = None
-    _placements: dict[tuple[frozenset[str], int, float, float], tuple[Placement, ...]] = field(default_factory=dict)
-    _leads: dict[tuple[Placement, ...], float] = field(default_factory=dict)
+    _placements: dict[tuple[frozenset[str], int, float, Ends], tuple[Placement, ...]] = field(default_factory=dict)
+    _ends: dict[tuple[Placement, ...], Ends] = field(default_factory=dict)
     _shares: dict[tuple[tuple[Placement, ...], frozenset[str]], tuple[float, float]] = field(default_factory=dict)
     _free_beside: dict[frozenset[str], _Free] = field(default_factory=dict)
 
@@ -122,6 +146,11 @@ class Neighbourhood:
         free = next((at for at, name in enumerate(self.names) if name in stuck), len(self.names))
         return min(free, max(0, len(self.names) - 1))
 
+    @property
+    def order_changes_memory(self) -> bool:
+        """Return whether more orders are tried because gradients that the host accumulates leave the device."""
+        return self.workload.ranks == 1 and 1 < self.workload.microbatches <= FEW_MICROBATCHES
+
     @cached_property
     def treatments(self) -> Sequence[Keep]:
         """Return the treatments that layers may have, from the first layer on."""
@@ -136,10 +165,10 @@ class Neighbourhood:
         yield choice, varied
         yield self.placed(choice, min(1.0, fraction + step), streamed), (streamed, *varied)
         if fraction and self.order_varies:
-            now = self.lead(choice)
+            now = self.ends(choice)
             between = [share for share in (streamed, *varied) if 0.0 < share < 1.0]
-            for lead, share in product((lead for lead in LEADS if lead != now), between):
-                yield self.placed(choice, fraction, share, lead), (share,)
+            for ends, share in product((ends for ends in ENDS if ends != now), between):
+                yield self.placed(choice, fraction, share, ends), (share,)
         for away in self._more_or_fewer_away(choice, count):
             # The CPU has the state of these layers to step, and the best share of the rest may be all.
             yield away, dict.fromkeys((streamed, *varied, 1.0))
@@ -155,7 +184,7 @@ class Neighbourhood:
             yield replace(choice, staging_bytes=self.few_buffers_bytes if choice.staging_bytes is None else None)
         fraction, streamed = self.shares(choice)
         if fraction:
-            yield from (self.placed(choice, fraction, streamed, lead) for lead in LEADS if lead != self.lead(choice))
+            yield from (self.placed(choice, fraction, streamed, ends) for ends in ENDS if ends != self.ends(choice))
         for count in sorted({max(1, round(part * len(self.names))) for part in AWAY_JUMPS}):
             yield from self._more_or_fewer_away(choice, count)
         count = max(1, round(TREATED_JUMP * len(self.names)))
@@ -181,6 +210,13 @@ class Neighbourhood:
                 treated = tuple(self.forced.activations.get(i, keep) for i, keep in enumerate(each))
                 if self._allowed(treated) and treated != choice.activations:
                     yield replace(choice, activations=treated)
+
+    def treated_each(self, choice: Choice) -> Iterator[Choice]:
+        """Return the choice with every other treatment of its layers."""
+        for keeps in product(self.treatments, repeat=len(self.names)):
+            treated = tuple(self.forced.activations.get(i, keep) for i, keep in enumerate(keeps))
+            if treated != choice.activations and self._allowed(treated):
+                yield replace(choice, activations=treated)
 
     def balanced(self, choice: Choice, free_bytes: int) -> Iterator[Choice]:
         """Return variations whose layers have as much more on the device as is free, or less where it is negative."""
@@ -283,42 +319,50 @@ class Neighbourhood:
         free = self._free(choice)
         return len(free.numbers), free.cumulative[-1]
 
-    def placed(self, choice: Choice, fraction: float, streamed: float, lead: float | None = None) -> Choice:
+    def placed(self, choice: Choice, fraction: float, streamed: float, ends: Ends | None = None) -> Choice:
         """Return the choice with these shares of the free buckets' state; those of offloaded layers are on the host.
 
         Args:
-            lead: the share of the streamed buckets that come before the others of the offloaded ones, which alternate;
-                None: as it is. With 1, the CPU steps what backward makes first, and has the most time for it.
+            ends: what comes before and behind the buckets that alternate; None: as it is.
         """
-        free, lead = self._free(choice), self.lead(choice) if lead is None else lead
+        free, ends = self._free(choice), self.ends(choice) if ends is None else ends
         stay = len(free.numbers) - offloaded_count(free.cumulative, fraction)
-        key = choice.offloaded_weights, stay, streamed, lead
+        key = choice.offloaded_weights, stay, streamed, ends
         if key not in self._placements:
             found = list(self._held)
-            placements = [Placement.DEVICE] * stay + with_lead(free.sizes[stay:], streamed, lead)
+            placements = [Placement.DEVICE] * stay + with_ends(free.sizes[stay:], streamed, ends)
             for i, placement in zip(free.numbers, placements, strict=True):
                 found[i] = placement
             self._placements[key] = tuple(found)
-            self._leads.setdefault(self._placements[key], lead)
+            self._ends.setdefault(self._placements[key], ends)
         return replace(choice, placements=self._placements[key])
 
-    def kind(self, choice: Choice) -> tuple[bool, Keep | None, float]:
-        """Return what few small variations change: offloaded weights, the most frequent treatment, and the lead."""
+    def kind(self, choice: Choice) -> tuple[bool, Keep | None, Ends]:
+        """Return what few small variations change: offloaded weights, the most frequent treatment, and the order."""
         most = Counter(choice.activations).most_common(1)
-        return bool(choice.offloaded_weights), most[0][0] if most else None, self.lead(choice)
+        return bool(choice.offloaded_weights), most[0][0] if most else None, self.ends(choice)
 
-    def lead(self, choice: Choice) -> float:
-        """Return the share of the streamed buckets that come first; 0.0 for placements that were not made here."""
-        return self._leads.get(choice.placements, 0.0)
+    def ends(self, choice: Choice) -> Ends:
+        """Return the order of the offloaded buckets; `Ends()` for placements that were not made here."""
+        return self._ends.get(choice.placements, Ends())
 
 
-def with_lead(sizes: Sequence[int], streamed: float, lead: float) -> list[Placement]:
-    """Return placements as `alternating`, but with `lead` of the streamed buckets before all others."""
+def with_ends(sizes: Sequence[int], streamed: float, ends: Ends) -> list[Placement]:
+    """Return placements as `alternating`, but with these buckets before and behind those that alternate.
+
+    Args:
+        streamed: share of all bytes to stream; where the buckets before the last ones are less than that, all of them.
+    """
+    last = round(ends.host * len(sizes))
+    if last:
+        before = sizes[: len(sizes) - last]
+        share = min(1.0, streamed * sum(sizes) / sum(before))
+        return [*with_ends(before, share, Ends(ends.streamed)), *[Placement.HOST] * last]
     found = alternating(sizes, streamed)
     streams = found.count(Placement.STREAMED)
-    if not lead or not 0 < streams < len(found):
+    if not ends.streamed or not 0 < streams < len(found):
         return found
-    first = round(lead * streams)
+    first = round(ends.streamed * streams)
     behind = alternating(sizes[first:], (streams - first) / (len(found) - first))
     return [*[Placement.STREAMED] * first, *behind]
 
@@ -397,10 +441,10 @@ class PatternSearch(Generic[J]):
         """Return the best choice that small variations lead to, in large steps from the best starts of several kinds.
 
         Args:
-            followed: as `FOLLOWED`.
+            followed: as `FOLLOWED`; fewer numbers are of the smallest variations.
         """
         found = list(starts)
-        for (step, gain), count in zip(STEPS, followed, strict=True):
+        for (step, gain), count in zip(STEPS[-len(followed) :], followed, strict=True):
             different: dict[tuple[object, ...], J] = {}
             for judged in sorted(found, key=self._order):
                 different.setdefault(self.neighbourhood.kind(judged.choice), judged)
@@ -463,7 +507,10 @@ class PatternSearch(Generic[J]):
         numbers = {round(part * around.most_away) for part in AWAY}
         for treated in (start, *around.alike(start)):
             for choice in (around.away(treated, n) for n in sorted(numbers | {self._fewest_away(treated)})):
-                made.append((choice, self.filled(choice, shares)))
+                judged = self.filled(choice, shares)
+                if around.order_changes_memory and all(map(self.excess_bytes, judged)):
+                    judged += self._streamed_first(choice, 1 / 2)  # what the CPU steps frees more memory there
+                made.append((choice, judged))
         made.sort(key=lambda pair: min(map(self._bound, pair[1])))
         found = list[J]()
         for choice, judged in made:
@@ -476,17 +523,32 @@ class PatternSearch(Generic[J]):
                 best = self.best([best, *self.filled(choice, (max(0.0, share - distance), min(1.0, share + distance)))])
             found.append(best)
             if not excess and around.workload.step_early:  # where that order is not worth as much, a jump finds it
-                found += self._with_lead(choice, around.shares(best.choice)[1])
+                found += self._streamed_first(choice, around.shares(best.choice)[1])
         return found
 
-    def _with_lead(self, choice: Choice, share: float) -> list[J]:
+    def host_last(self, found: Iterable[J], limit_s: float) -> list[J]:
+        """Return the best of these with the last offloaded buckets stepped by the CPU, as far as they fit.
+
+        Args:
+            limit_s: what takes longer than so many seconds is left out.
+        """
+        around, made = self.neighbourhood, list[J]()
+        for choice in (judged.choice for judged in sorted(found, key=self._order)[: FOLLOWED[0]]):
+            fraction, streamed = around.shares(choice)
+            if 0.0 < streamed < 1.0:
+                best = self.best(self.filled(around.placed(choice, fraction, streamed, HOST_LAST), (streamed,)))
+                if not self.excess_bytes(best) and best.order[0] < limit_s:
+                    made.append(best)
+        return made
+
+    def _streamed_first(self, choice: Choice, share: float) -> list[J]:
         """Return the best choice that streams about this share of the state, all of it before the rest, if any fits."""
         around, best = self.neighbourhood, list[J]()
         for distance in CLOSER:
             for streamed in (share - distance, share, share + distance):
                 if 0.0 < streamed < 1.0:
-                    leading = around.placed(choice, 1.0, streamed, 1.0)
-                    best += [found for found in self.filled(leading, (streamed,)) if not self.excess_bytes(found)]
+                    first = around.placed(choice, 1.0, streamed, Ends(streamed=1.0))
+                    best += [found for found in self.filled(first, (streamed,)) if not self.excess_bytes(found)]
             if not best:
                 break
             best = [self.best(best)]
@@ -518,12 +580,17 @@ class PatternSearch(Generic[J]):
             found: choices, some of which fit; those that do not are worth following as well.
         """
         around, best = self.neighbourhood, self.best(found)
-        limit_s = math.inf if self.excess_bytes(best) else best.order[0] * (1 + WORTH_FOLLOWING)
+        best_s = math.inf if self.excess_bytes(best) else best.order[0]
+        limit_s = best_s * (1 + WORTH_FOLLOWING)
         kinds: dict[tuple[object, ...], Choice] = {}
         for choice in (c.choice for c in sorted(found, key=lambda c: c.least_s) if c.least_s < limit_s):
             kinds.setdefault((choice.activations, choice.offloaded_weights, choice.gradients_on_host), choice)
+            for treated in around.treated_each(choice) if len(around.names) <= FEW_LAYERS else ():
+                kinds.setdefault((treated.activations, treated.offloaded_weights, treated.gradients_on_host), treated)
         for choice in kinds.values():
             count, _ = around.free_state(choice)
+            if self.judge(around.placed(choice, 0.0, 0.0), choice.gradients_on_host).least_s >= best_s:
+                continue
             for part, share in product(range(1, count + 1), range(GRID + 1)):
                 self.judge(around.placed(choice, part / count, share / GRID), choice.gradients_on_host)
 

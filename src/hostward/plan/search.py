@@ -20,7 +20,19 @@ from hostward.plan.budgets import Budgets, Required, needed
 from hostward.plan.cost_model import SUM_BYTES, Costs, Speeds, balanced_share
 from hostward.plan.decisions import LEAVES, Choice, Keep
 from hostward.plan.memory_model import LOAD, MemoryModel, Needs
-from hostward.plan.refinement import FEW_BUCKETS, FOLLOWED_AGAIN, WORTH_FOLLOWING, Neighbourhood, PatternSearch, fastest
+from hostward.plan.refinement import (
+    FEW_BUCKETS,
+    FEW_MICROBATCHES,
+    FOLLOWED_AGAIN,
+    FOLLOWED_HOST_LAST,
+    FOLLOWED_NEAR,
+    WORTH_FOLLOWING,
+    WORTH_LANDING,
+    Ends,
+    Neighbourhood,
+    PatternSearch,
+    fastest,
+)
 from hostward.plan.solver import LAST_STAY, Forced, Limits, LinearProgram
 from hostward.plan.step_time import Prediction, least_s, predict_of
 from hostward.plan.workload import Workload
@@ -47,7 +59,9 @@ FEW_BUFFERS_SHARES = (1 / 2, 1.0)
 NOT_MUCH = 0.02
 """Share of the step's time without offloading that a plan may take besides, so that they are not tried."""
 WORTH_FEW_BUFFERS = 0.002
-"""Share of the step's time that one of these must save to be followed."""
+"""Share of the step's time that one of these must save to be followed in large steps."""
+NEAR_FEW_BUFFERS = 0.012
+"""Share of the step's time by which one may be slower where the planner searches around it in small steps."""
 _ALIKE = 0.005
 """Share of the step's time by which a plan with fewer offloaded layers of weights may be slower."""
 _NEARLY = 0.1
@@ -341,13 +355,15 @@ class Frontier:
         gradients_bytes = SUM_BYTES * sum(self.costs.numels) if self.workload.microbatches > 1 else 0
         if not excess(start) and gradients_bytes > budgets.limits.get("device", math.inf):
             search.hopeless = frozenset({False})  # the device would hold all of them
-        search.follow(self._starts(search, [start, *search.spread(start.choice)]))
-        self._with_few_buffers(search, budgets)
+        starts = self._starts(search, [start, *search.spread(start.choice)])
+        search.follow(starts)
+        few = self._with_few_buffers(search, budgets)
         if len(self.workload.inventory.buckets) <= FEW_BUCKETS:
             search.gridded(self.candidates)
         fastest_yet = self.best(budgets)
         if fastest_yet is not None and self._leaves_much(fastest_yet):
             search.jump(fastest_yet)
+            self._from_slower(search, starts, few, budgets)
             fastest_yet = self.best(budgets)
         self._probes |= {c.choice for c in self._seen.values() if c.choice not in before and not c.is_predicted}
         return fastest_yet
@@ -355,7 +371,7 @@ class Frontier:
     @staticmethod
     def _starts(search: PatternSearch[Candidate], found: Sequence[Candidate]) -> list[Candidate]:
         """Return the best of each kind, as far as they are worth following."""
-        apart: dict[tuple[bool, Keep | None, float], list[Candidate]] = {}
+        apart: dict[tuple[bool, Keep | None, Ends], list[Candidate]] = {}
         for candidate in found:
             apart.setdefault(search.neighbourhood.kind(candidate.choice), []).append(candidate)
         starts = [search.best(alike) for alike in apart.values()]
@@ -363,20 +379,46 @@ class Frontier:
         limit_s = best.prediction.step_s * (1 + WORTH_FOLLOWING)
         return [c for c in starts if c is best or (not search.excess_bytes(c) and c.prediction.step_s < limit_s)]
 
-    def _with_few_buffers(self, search: PatternSearch[Candidate], budgets: Budgets) -> None:
-        """Search with the least number of GPU staging buffers, unless their bytes are forced.
+    def _with_few_buffers(self, search: PatternSearch[Candidate], budgets: Budgets) -> Sequence[Candidate]:
+        """Return choices with the least number of GPU staging buffers, and search from them if one is faster.
 
-        More of them take what weights and activations could have, and state that is read early delays weights.
+        More of them take what weights and activations could have, and state that is read early delays weights. None
+        are returned where the buffers' bytes are forced.
         """
         best = self.best(budgets)
         if best is None or self._forced.staging_bytes is not None or not self._leaves_much(best):
-            return
+            return ()
         few = replace(best.choice, staging_bytes=self._few_buffers_bytes)  # which what it is varied to has as well
         start = self._weigh(few, on_host=few.gradients_on_host)
         limit_s = best.prediction.step_s * (1 + NOT_MUCH)
         found = [start, *search.spread(start.choice, FEW_BUFFERS_SHARES, limit_s)]
         if search.best(found).prediction.step_s < best.prediction.step_s * (1 - WORTH_FEW_BUFFERS):
             search.follow(self._starts(search, found), FOLLOWED_AGAIN)
+        return found
+
+    def _from_slower(
+        self, search: PatternSearch[Candidate], starts: Sequence[Candidate], few: Sequence[Candidate], budgets: Budgets
+    ) -> None:
+        """Search from what is a little slower than the best, where it is known to lead on at times.
+
+        That is on one GPU with the least number of staging buffers, and, with several microbatches, where the CPU steps
+        what backward makes first.
+
+        Args:
+            starts: choices of several kinds.
+            few: choices with the least number of staging buffers.
+        """
+        best = self.best(budgets)
+        if best is None or self.workload.ranks > 1 or self.workload.microbatches > FEW_MICROBATCHES:
+            return
+        search.tried.clear()
+        near = search.best(few) if few else best
+        if best.prediction.step_s < near.prediction.step_s < best.prediction.step_s * (1 + NEAR_FEW_BUFFERS):
+            search.follow([near], FOLLOWED_NEAR)
+        if search.neighbourhood.order_changes_memory and not self.workload.step_early:
+            found = search.host_last(starts, best.prediction.step_s * (1 + WORTH_LANDING))
+            if found:
+                search.follow(found, FOLLOWED_HOST_LAST)
 
     def _leaves_much(self, best: Candidate) -> bool:
         """Return whether there is much to save: what the candidate takes longer than no offloading."""
