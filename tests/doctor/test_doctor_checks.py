@@ -272,7 +272,7 @@ CASES = [
         "rates",
         with_rates(dram_bytes_per_s=40e9, host_parameters_per_s=1.4e9),
         WARNING,
-        "move 40.0 GB/s of host memory, the link 88.0",
+        "move 40.0 GB/s of host memory, the link 94.0",
         "CPUs",
     ),
     ("rates", with_rates(pinned_s_per_gib=0.7), WARNING, "0.70 s per GiB", "transparent_hugepage"),

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,20 @@ def test_profiles_are_found_by_the_name_of_the_gpu() -> None:
 
 def test_rates_for_the_mix_need_all() -> None:
     full = profile("h200")
-    assert full.rates == Rates(5.5e9, 88e9, 4.9e9, 83e9, 54e9)
+    assert full.rates == Rates(5.14e9, 94e9, 3.53e9, 67e9, 55.2e9)
     assert dataclasses.replace(full, busy_duplex_bytes_per_s=None).rates is None
     assert dataclasses.replace(full, links=()).rates is None
+
+
+def test_the_h200_profile_has_the_median_rates_of_the_measured_hosts() -> None:
+    shipped, folder = profile("h200"), Path(__file__).parents[2] / "benchmarks" / "results"
+    measured = [load(path) for path in sorted(folder.glob("*-hardware*-h200.json"))]
+    assert len(measured) >= 6
+    names = ("pinned_s_per_gib", "dram_bytes_per_s", "host_parameters_per_s", "duplex_bytes_per_s")
+    for name in (*names, "busy_host_parameters_per_s", "busy_duplex_bytes_per_s"):
+        median = statistics.median(getattr(hardware, name) for hardware in measured)
+        assert getattr(shipped, name) == pytest.approx(median, rel=0.005), name
+    for at, link in enumerate(shipped.links):
+        for name in ("h2d_bytes_per_s", "d2h_bytes_per_s", "duplex_bytes_per_s"):
+            median = statistics.median(getattr(hardware.links[at], name) for hardware in measured)
+            assert getattr(link, name) == pytest.approx(median, rel=0.005), (link.copy_bytes, name)

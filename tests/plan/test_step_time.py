@@ -41,7 +41,9 @@ SMALL = llama(layers=6, hidden=1024, ffn=4096, heads=8, kv_heads=8, vocab=8000, 
 
 
 def measured_s(file: str, row: str) -> float:
-    rows = json.loads((RESULTS / f"2026-11-21-{file}-h200.json").read_text())["rows"]
+    """Return the seconds of a row: of the state, in a run of these days; of activations, when they were measured."""
+    day = "2026-11-29" if file == "step-8k" else "2026-11-21"
+    rows = json.loads((RESULTS / f"{day}-{file}-h200.json").read_text())["rows"]
     return float(next(r["step_s"] for r in rows if r["row"] == row))
 
 
@@ -56,10 +58,9 @@ CHECKPOINTED = Keep.RECOMPUTE
     ("file", "row", "batch", "fraction", "share"),
     [
         ("step-8k", "0", 2, 0, 0),
-        ("step-8k", "host:0.5", 2, 0.5, 0),
-        ("step-8k", "auto:0.5", 2, 0.5, 0.4045),
+        ("step-8k", "auto:0.5", 2, 0.5, 0.461),
         ("step-8k", "host:1", 2, 1, 0),
-        ("step-8k", "auto:1", 2, 1, 0.411),
+        ("step-8k", "auto:1", 2, 1, 0.490),
         ("step-32k", "0", 8, 0, 0),
     ],
 )
@@ -297,9 +298,16 @@ def test_gpus_of_one_node_share_its_memory() -> None:
 
 
 @pytest.mark.parametrize("gpus", [2, 4, 8])
-def test_host_and_link_of_all_gpus_together_draw_no_more_than_the_node_gives(gpus: int) -> None:
-    """What one alone draws from memory, host and link together, is more than all draw of one kind."""
-    one, shared = speeds_of(profile("h200")), speeds_of(profile("h200"), gpus)
+@pytest.mark.parametrize(
+    ("given", "drawn_bytes_per_s"), [(224e9, 224e9), (150e9, 150e9), (None, 7.2e9 * HOST_STEP_BYTES)]
+)
+def test_host_and_link_of_all_gpus_together_draw_no_more_than_the_node_gives(
+    gpus: int, given: float | None, drawn_bytes_per_s: float
+) -> None:
+    """Where it is not measured, it is the most that is known: here what the CPU steps of all ranks draw."""
+    hardware = replace(profile("h200"), node_memory_bytes_per_s=given)
+    shared = speeds_of(hardware, gpus)
+    assert ("node_memory_bytes_per_s" in dict(shared.assumed)) is (given is None)
 
     def drawn(speeds: Speeds, copies: int) -> float:
         _, d2h, h2d, host = speeds.slowdown[4 + copies]
@@ -307,7 +315,7 @@ def test_host_and_link_of_all_gpus_together_draw_no_more_than_the_node_gives(gpu
         moved = d2h * speeds.d2h_bytes_per_s * (copies & 1) + h2d * speeds.h2d_bytes_per_s * (copies >> 1)
         return stepped + moved
 
-    assert gpus * drawn(shared, 3) == pytest.approx(drawn(one, 3))
+    assert gpus * drawn(shared, 3) == pytest.approx(drawn_bytes_per_s)
     for copies in (1, 2):
         assert drawn(shared, copies) <= drawn(shared, 3) * (1 + 1e-9)
 

@@ -174,9 +174,9 @@ def speeds_of(hardware: Hardware, gpus: int = 1) -> Speeds:
         busy_duplex *= shared_duplex / duplex
         # Memory bandwidth limits one direction alone as well, at the node's rate for both.
         h2d, d2h = min(h2d, shared_duplex), min(d2h, shared_duplex)
-        # The file has no memory bandwidth for CPU steps and copies of all ranks together. The largest known use is
-        # assumed: of one rank alone, or of one kind of work on all ranks.
-        given = max(node_host * HOST_STEP_BYTES, node_duplex, alone_bytes_per_s) / gpus
+        # If it is not known, the largest known use is assumed: of one rank alone, or of one kind of work on all ranks.
+        largest_use = max(node_host * HOST_STEP_BYTES, node_duplex, alone_bytes_per_s)
+        given = known(hardware.node_memory_bytes_per_s, "node_memory_bytes_per_s", largest_use) / gpus
         part = min(1.0, given / (busy_host * HOST_STEP_BYTES + busy_duplex))
         busy_host, busy_duplex = busy_host * part, busy_duplex * part
         host, duplex = shared_host, shared_duplex

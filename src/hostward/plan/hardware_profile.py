@@ -123,6 +123,8 @@ class Hardware:
     """Rate reached by a model's matrix products over `gpu.bf16_matmul_flops_per_s`. May be missing, as may the next."""
     traffic_share: float | None = None
     """Rate reached by a model's other operations in device memory over `gpu.memory_peak_bytes_per_s`."""
+    node_memory_bytes_per_s: float | None = None
+    """Bytes that CPU optimizer steps and copies of all processes of a full machine move in its memory together."""
 
     @property
     def rates(self) -> Rates | None:
@@ -183,6 +185,7 @@ def _check(hardware: Hardware) -> None:
         "busy_duplex_bytes_per_s": hardware.busy_duplex_bytes_per_s,
         "node_host_parameters_per_s": hardware.node_host_parameters_per_s,
         "node_duplex_bytes_per_s": hardware.node_duplex_bytes_per_s,
+        "node_memory_bytes_per_s": hardware.node_memory_bytes_per_s,
         "matmul_share": hardware.matmul_share,
         "traffic_share": hardware.traffic_share,
         **{f"links[{i}].h2d_bytes_per_s": link.h2d_bytes_per_s for i, link in enumerate(hardware.links)},

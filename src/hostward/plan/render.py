@@ -78,6 +78,7 @@ _RATES = {
     "busy_host_parameters_per_s": (1e9, "{:.1f} billion parameters/s during copies"),
     "node_host_parameters_per_s": (1e9, "CPU optimizer steps of all ranks together {:.1f} billion parameters/s"),
     "node_duplex_bytes_per_s": (1e9, "copies of all ranks together {:.1f} GB/s"),
+    "node_memory_bytes_per_s": (1e9, "CPU optimizer steps and copies of all ranks together {:.1f} GB/s of host memory"),
 }
 """Unit and words for a rate, by its name in a hardware file."""
 
