@@ -21,6 +21,7 @@ from hostward.kernels.cpu.library import (
     Range,
     Task,
     first_touch,
+    library_path,
     load,
     open_library,
 )
@@ -33,6 +34,18 @@ def test_missing_library_says_how_to_build_it(tmp_path: Path) -> None:
         open_library(tmp_path / "libhostward_native.so")
     for command in ("pip install .", "cmake --install build --prefix src", "native/build.sh src/hostward/_native"):
         assert command in caught.value.fix
+
+
+def test_the_library_is_found_in_either_folder_of_an_editable_install(tmp_path: Path) -> None:
+    """Seen red: looked for beside its Python file alone, where only a build by hand puts it."""
+    site, source = tmp_path / "site-packages" / "hostward", tmp_path / "src" / "hostward"
+    assert library_path([str(site), str(source)]) == source / "_native" / "libhostward_native.so"
+    for folder in (site, source):
+        built = folder / "_native" / "libhostward_native.so"
+        built.parent.mkdir(parents=True)
+        built.touch()
+        assert library_path([str(site), str(source)]) == built
+        built.unlink()
 
 
 def test_file_that_is_no_library_is_refused(tmp_path: Path) -> None:

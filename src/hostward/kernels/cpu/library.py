@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 from hostward.errors import NativeError
 
 ABI_VERSION = 11
-LIBRARY_PATH = Path(__file__).resolve().parents[2] / "_native" / "libhostward_native.so"
+LIBRARY = Path("_native") / "libhostward_native.so"
 
 _BUILD = (
     "install the package with `pip install .`, or in a source tree run "
@@ -236,6 +237,16 @@ class Library:
         return tuple(isa for isa in Isa if isa is not Isa.BEST and self.isa_supported(int(isa)))
 
 
+def library_path(folders: Sequence[str]) -> Path:
+    """Return where the library is, or where it would be if it is in none of the package's folders.
+
+    Args:
+        folders: of the package, its `__path__`. An editable install has two: the library's, and the source tree's.
+    """
+    found = [Path(folder) / LIBRARY for folder in folders]
+    return next((path for path in found if path.is_file()), found[-1])
+
+
 def open_library(path: Path) -> Library:
     """Open the library at `path` and declare its functions.
 
@@ -308,7 +319,7 @@ def load() -> Library:
     Raises:
         NativeError: see `open_library`.
     """
-    return open_library(LIBRARY_PATH)
+    return open_library(library_path(sys.modules["hostward"].__path__))
 
 
 def bind_memory(address: int, size_bytes: int, numa_node: int) -> int:
