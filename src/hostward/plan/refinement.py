@@ -584,8 +584,10 @@ class PatternSearch(Generic[J]):
         limit_s = best_s * (1 + WORTH_FOLLOWING)
         kinds: dict[tuple[object, ...], Choice] = {}
         for choice in (c.choice for c in sorted(found, key=lambda c: c.least_s) if c.least_s < limit_s):
-            kinds.setdefault((choice.activations, choice.offloaded_weights, choice.gradients_on_host), choice)
-            for treated in around.treated_each(choice) if len(around.names) <= FEW_LAYERS else ():
+            if (choice.activations, choice.offloaded_weights, choice.gradients_on_host) in kinds:
+                continue
+            each = around.treated_each(choice) if len(around.names) <= FEW_LAYERS else ()
+            for treated in (choice, *each):
                 kinds.setdefault((treated.activations, treated.offloaded_weights, treated.gradients_on_host), treated)
         for choice in kinds.values():
             count, _ = around.free_state(choice)
