@@ -61,6 +61,26 @@ def read_value(path: Path) -> int:
 # --- the helper process ---
 
 
+def _be_rank(folder: Path, body: Callable[[int], None], name: str, rank: int) -> None:
+    outcome = "nothing"
+    start_s = time.perf_counter()
+    try:
+        store = dist.FileStore(str(folder / f"store{name}"), SIZE)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=timedelta(seconds=SOON_S))
+        start_s = time.perf_counter()
+        body(rank)
+        outcome = "saved"
+    except HostwardError as error:
+        outcome = f"{type(error).__name__}: {error}"
+    except KeyboardInterrupt:
+        outcome = "interrupted"
+    finally:
+        # A signal that comes this late must not leave half a file.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        seconds = time.perf_counter() - start_s
+        (folder / f"rank{name}{rank}").write_text(f"{seconds}\n{outcome}")
+
+
 def start_ranks(folder: Path, body: Callable[[int], None], name: str = "") -> list[int]:
     """Fork ranks that carry out `body` and leave behind what became of it, in how many seconds."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -68,33 +88,17 @@ def start_ranks(folder: Path, body: Callable[[int], None], name: str = "") -> li
     for rank in range(SIZE):
         pid = os.fork()
         if pid == 0:
-            outcome = "nothing"
-            start_s = time.perf_counter()
             try:
-                store = dist.FileStore(str(folder / f"store{name}"), SIZE)
-                dist.init_process_group(
-                    "gloo", store=store, rank=rank, world_size=SIZE, timeout=timedelta(seconds=SOON_S)
-                )
-                start_s = time.perf_counter()
-                body(rank)
-                outcome = "saved"
-            except HostwardError as error:
-                outcome = f"{type(error).__name__}: {error}"
-            except KeyboardInterrupt:
-                outcome = "interrupted"
+                _be_rank(folder, body, name, rank)
             finally:
-                # A signal that comes this late must not leave half a file.
-                signal.signal(signal.SIGINT, signal.SIG_IGN)
-                seconds = time.perf_counter() - start_s
-                (folder / f"rank{name}{rank}").write_text(f"{seconds}\n{outcome}")
-                os._exit(0)
+                os._exit(0)  # a signal that comes late must not let it go on as a second helper
         pids.append(pid)
     return pids
 
 
 def end(pids: list[int]) -> None:
-    for pid in pids:
-        os.waitpid(pid, 0)
+    ended = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    assert -signal.SIGABRT not in ended, "Gloo aborts a process that gathers something of another size"
 
 
 def signalled(base: Path, number: signal.Signals, points: int) -> None:
@@ -122,6 +126,19 @@ def signalled(base: Path, number: signal.Signals, points: int) -> None:
         end([pids[chosen]] if number == signal.SIGSTOP else pids)
 
 
+def missing(base: Path) -> None:
+    """One rank ends when all have come to a save, before it connects to the others."""
+
+    def body(rank: int) -> None:
+        save(base / "saved", 1, 1)
+        collective.CONNECT_S = 1.0
+        if rank == 1:
+            dist.ProcessGroupGloo = lambda *_: os._exit(0)  # type: ignore[misc]
+        save(base / "saved", 2, 2)
+
+    end(start_ranks(base, body))
+
+
 def disk_full(base: Path) -> None:
     def body(rank: int) -> None:
         save(base / "saved", 1, 1)
@@ -145,11 +162,12 @@ def racing(base: Path) -> None:
 def main(base: Path) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    collective.ANSWER_S, collective.ARRIVE_S = 4.0, 6.0
+    collective.ANSWER_S, collective.ARRIVE_S, collective.CONNECT_S = 4.0, 6.0, 3.0
     api.save(base / "warm-up", 1, tensors=values(0, 1), plain={})
     signalled(base / "killed", signal.SIGKILL, POINTS)
     signalled(base / "interrupted", signal.SIGINT, POINTS)
     signalled(base / "stopped", signal.SIGSTOP, 2)
+    missing(base / "missing")
     disk_full(base / "full")
     racing(base / "racing")
 
@@ -197,6 +215,13 @@ def test_ranks_without_one_of_them_stop_soon_and_leave_a_whole_checkpoint(accide
     assert told or way != "killed", "no save was hit half-way: the times are off"
     causes = ("KeyboardInterrupt", "cancelled", "another rank ended or did not answer")
     assert all(any(cause in end for cause in causes) for end in told)
+
+
+def test_ranks_without_one_of_them_do_not_connect_and_say_so(accidents: Path) -> None:
+    found = outcomes(accidents / "missing")
+    assert sorted(found) == [0, 2]
+    assert all("cannot connect the ranks" in end and "another rank ended" in end for end in found.values())
+    assert check_left(accidents / "missing") == 1
 
 
 def test_a_full_disk_under_one_rank_stops_all_with_its_cause(accidents: Path) -> None:

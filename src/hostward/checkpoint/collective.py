@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import AllgatherOptions, PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from hostward.distributed.rank_failures import Failure, raised_by_all
@@ -35,6 +35,10 @@ is less.
 """
 ANSWER_S = 30.0
 """From then on each rank must report within this time, or within the timeout."""
+CONNECT_S = 6.0
+"""Ranks that have all come connect within this time; Gloo waits up to five times as long for one that dies meanwhile
+(30.0 s, measured with torch 2.13).
+"""
 ROUND_S = 0.2
 _FAREWELL_S = 5.0
 _INTACT = "the last complete checkpoint is as it was"
@@ -130,12 +134,29 @@ class Ranks:
         self._arrive_s, self._answer_s = min(ARRIVE_S, most_s), min(ANSWER_S, most_s)
         members = dist.get_process_group_ranks(group)
         self.rank, self.size = members.index(dist.get_rank()), len(members)
+        self._reported = _BUSY
         if self.size > 1:
+            self._gloo = self._connected(group, min(CONNECT_S, most_s / 5))
+
+    def _connected(self, group: dist.ProcessGroup, limit_s: float) -> dist.ProcessGroupGloo:
+        """Wait for all ranks, and connect them.
+
+        Raises:
+            CheckpointError: a rank ended or did not answer meanwhile.
+        """
+        names = [""] * self.size
+        try:
+            # Gathered, not broadcast: the ranks connect as soon as the last one has come, and not before.
+            dist.all_gather_object(names, secrets.token_hex(8), group=group)
             # Not `new_group`: it takes part of all processes, or a name that the store has had before.
-            name = [secrets.token_hex(8)]
-            dist.broadcast_object_list(name, src=members[0], group=group)
-            store = PrefixStore(f"hostward/{name[0]}", _get_default_store())
-            self._gloo = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=self._arrive_s))
+            store = PrefixStore(f"hostward/{names[0]}", _get_default_store())
+            return dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=limit_s))
+        except RuntimeError as error:
+            raise CheckpointError(
+                "cannot connect the ranks that save or load together",
+                why=f"another rank ended or did not answer meanwhile ({str(error).splitlines()[0]})",
+                fix=f"see the output of the other ranks; {_INTACT}",
+            ) from error
 
     @property
     def first(self) -> bool:
@@ -159,6 +180,7 @@ class Ranks:
                 raises the interrupt.
         """
         step = _Step(body)
+        self._reported = _BUSY
         try:
             step.start()
             if self._gloo is None:
@@ -175,7 +197,7 @@ class Ranks:
     def _until_done(self, what: str, step: _Step[Any], arriving: bool) -> None:
         limit_s = self._arrive_s if arriving else self._answer_s
         while True:
-            own = step.wait(ROUND_S)
+            own = self._reported = step.wait(ROUND_S)
             found = self._gather(what, torch.tensor([own]), limit_s)
             limit_s = self._answer_s
             states = [int(state) for state in found]
@@ -191,7 +213,13 @@ class Ranks:
                 return
 
     def _say_failed(self, error: BaseException) -> None:
-        """Report an error to ranks that are still in this step; if this fails, they run into their timeout."""
+        """Report an error to ranks that are still in this step; if this fails, they run into their timeout.
+
+        Ranks to which this one has reported that it is done may be past the step: what they gather next has another
+        size, for which Gloo aborts a process. They find this rank's connections closed.
+        """
+        if self._reported != _BUSY:
+            return
         try:
             self._gather("", torch.tensor([_FAILED]), _FAREWELL_S)
             self._exchange("", Failure.of(error), _FAREWELL_S)
@@ -217,9 +245,11 @@ class Ranks:
             CheckpointError: a rank has ended or did not answer.
         """
         found = [torch.empty_like(own) for _ in range(self.size)]
+        options = AllgatherOptions()
+        options.timeout = timedelta(seconds=limit_s)  # else the limit of connecting
         start_s = time.monotonic()
         try:
-            self._gloo.allgather([found], [own]).wait(timedelta(seconds=limit_s))
+            self._gloo.allgather([found], [own], options).wait(timedelta(seconds=limit_s))
         except RuntimeError as error:
             waited_s = time.monotonic() - start_s
             raise CheckpointError(
