@@ -21,6 +21,7 @@ from hostward.plan import plan_file
 pytest.importorskip("scipy", reason="planning needs SciPy")
 
 BF16 = "optimizer.exp_avg_dtype=bf16 optimizer.exp_avg_sq_dtype=bf16 optimizer.main_params_dtype=bf16"
+FP8 = "optimizer.exp_avg_dtype=fp8 optimizer.exp_avg_sq_dtype=fp8"
 Asked = Callable[..., str]
 COUNTED = ("load", "first step", "steady step", "save", "resume", "evaluation")
 """Phases of a config.json that must fit."""
@@ -66,10 +67,19 @@ def host_gib(printed: str) -> dict[str, float]:
             "--hardware a100-80gb --device-memory 31.2GiB --host-memory 237GiB --micro-batch 1 --batch 2",
             "--place model.layers.29=host --place model.layers.3[01]=host --place lm_head=host",
         ),
+        ("gpt-oss 20b", "--hardware h100 --host-memory 741GiB --seq 2048 --batch 4 --micro-batch 4", "--weights 0"),
+        (
+            "gpt-oss 20b",
+            f"--hardware h100 --host-memory 555GiB --micro-batch 1 --batch 1 --step-early 0.5 {FP8}",
+            "--keep model.layers.1[6-9]=keep --keep model.layers.2[0-3]=keep",
+        ),
     ],
 )
 def test_a_flag_that_made_the_plan_faster_no_longer_does(asked: Asked, name: str, words: str, flag: str) -> None:
-    """Seen red, the last one: 5 %, where the CPU did not step all of the state whose gradients backward makes first."""
+    """Seen red, the last ones: 5 %, where the CPU did not step all of the state whose gradients backward makes first;
+    5.7 %, where streamed and CPU-stepped buckets took turns only, for which large ones take too much device memory; and
+    3 %, where treatments of layers and the streamed share were varied one at a time only.
+    """
     printed = asked(name, *words.split(), "--why-not", flag)
     this, other = printed.splitlines()[-2:]
     step_s = [float(line.removeprefix(what).split()[0]) for line, what in ((this, "this plan"), (other, flag))]

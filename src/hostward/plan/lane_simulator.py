@@ -98,7 +98,7 @@ def run(program: Program, slowdown: Slowdown = UNSHARED, rounds: int = 1) -> Tim
         speeds=_address(speeds),
     )
     check(load().simulate_lanes(ctypes.byref(lanes), _address(starts), _address(ends)), "hostward_simulate_lanes")
-    return Timeline(starts.tolist(), ends.tolist())
+    return Timeline(starts, ends)
 
 
 def _address(column: array[Any]) -> int:

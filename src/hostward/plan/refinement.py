@@ -34,6 +34,8 @@ AWAY = (0.0, 1 / 3, 2 / 3, 1.0)
 """Shares of the layers whose weights are offloaded that are tried with each treatment of all layers."""
 SHARES = (0.0, 1 / 4, 1 / 2, 3 / 4, 1.0)
 """Streamed shares of the offloaded state that are tried with each of them."""
+SHARES_FIRST = (1 / 2, 3 / 4)
+"""Streamed shares that are tried with all of it before what the CPU steps, where nothing like it fits in turns."""
 CLOSER = (1 / 8, 1 / 16)
 """Distances from the best of these shares that are tried next."""
 AWAY_JUMPS = (0.0, 1 / 16, 1 / 6)
@@ -62,6 +64,8 @@ STEPS = ((1 / 4, 0.01), (1 / 8, 0.005), (1 / 16, 0.003), (1 / 32, 0.002), (1 / 6
 """Sizes of the last variations, as shares of the layers or of the state, and the share of the step's time that one must
 save to be followed.
 """
+VARIED_TOGETHER = 1 / 16
+"""Size from which on treatments of layers and the streamed share are also varied together."""
 SLACK = 0.01
 """Share of the step's time by which a variation's lower bound may tell less of it than that of the varied choice."""
 FOLLOWED = (5, 2, 2, 1, 1)
@@ -162,7 +166,7 @@ class Neighbourhood:
         count = max(1, round(step * len(self.names)))
         fraction, streamed = self.shares(choice)
         varied = [share for share in (max(0.0, streamed - step), min(1.0, streamed + step)) if share != streamed]
-        yield choice, varied
+        yield from ((self.placed(choice, fraction, share), (share,)) for share in varied)
         yield self.placed(choice, min(1.0, fraction + step), streamed), (streamed, *varied)
         if fraction and self.order_varies:
             now = self.ends(choice)
@@ -172,11 +176,13 @@ class Neighbourhood:
         for away in self._more_or_fewer_away(choice, count):
             # The CPU has the state of these layers to step, and the best share of the rest may be all.
             yield away, dict.fromkeys((streamed, *varied, 1.0))
+        # What a treatment takes or frees may have its best streamed share elsewhere, and either alone be slower.
+        shares = (streamed, *varied) if step <= VARIED_TOGETHER else (streamed,)
         for before, after in self._pairs(choice):
             for first in (True, False):
                 treated = self._treat(choice, before, after, count, first=first)
                 if treated is not None:
-                    yield treated, (streamed,) if fraction else SHARES  # of nothing, there is no share
+                    yield treated, shares if fraction else SHARES  # of nothing, there is no share
 
     def jumps(self, choice: Choice) -> Iterator[Choice]:
         """Return the choice with one decision changed by much: buffers, order, offloaded weights, and treatments."""
@@ -358,13 +364,13 @@ def with_ends(sizes: Sequence[int], streamed: float, ends: Ends) -> list[Placeme
         before = sizes[: len(sizes) - last]
         share = min(1.0, streamed * sum(sizes) / sum(before))
         return [*with_ends(before, share, Ends(ends.streamed)), *[Placement.HOST] * last]
-    found = alternating(sizes, streamed)
-    streams = found.count(Placement.STREAMED)
-    if not ends.streamed or not 0 < streams < len(found):
-        return found
-    first = round(ends.streamed * streams)
-    behind = alternating(sizes[first:], (streams - first) / (len(found) - first))
-    return [*[Placement.STREAMED] * first, *behind]
+    if not ends.streamed or not 0.0 < streamed < 1.0:
+        return alternating(sizes, streamed)
+    cumulative, asked = [0, *accumulate(sizes)], streamed * sum(sizes)
+    first = min(range(len(cumulative)), key=lambda count: abs(cumulative[count] - ends.streamed * asked))
+    rest = cumulative[-1] - cumulative[first]
+    share = min(1.0, (1 - ends.streamed) * asked / rest) if rest else 0.0
+    return [*[Placement.STREAMED] * first, *alternating(sizes[first:], share)]
 
 
 class Judged(Protocol):
@@ -503,28 +509,37 @@ class PatternSearch(Generic[J]):
             shares: streamed shares to try with each.
             limit_s: what takes longer than so many seconds is not worth following.
         """
-        around, made = self.neighbourhood, list[tuple[Choice, list[J]]]()
+        around, made = self.neighbourhood, list[tuple[Choice, list[J], list[J]]]()
         numbers = {round(part * around.most_away) for part in AWAY}
         for treated in (start, *around.alike(start)):
             for choice in (around.away(treated, n) for n in sorted(numbers | {self._fewest_away(treated)})):
-                judged = self.filled(choice, shares)
-                if around.order_changes_memory and all(map(self.excess_bytes, judged)):
-                    judged += self._streamed_first(choice, 1 / 2)  # what the CPU steps frees more memory there
-                made.append((choice, judged))
-        made.sort(key=lambda pair: min(map(self._bound, pair[1])))
+                judged, first = self.filled(choice, shares), list[J]()
+                # The CPU's share of the gradients leaves the device soonest where it steps what backward makes first.
+                if around.workload.ranks == 1 and not any(map(self._fits_mixed, judged)):
+                    first = self._streamed_first(choice, SHARES_FIRST)
+                made.append((choice, judged + first, first))
+        made.sort(key=lambda each: min(map(self._bound, each[1])))
         found = list[J]()
-        for choice, judged in made:
+        for choice, judged, first in made:
             excess, least_s = min(map(self._bound, judged))
             if found and not excess and least_s > min(limit_s, self.best(found).order[0] * (1 + WORTH_FOLLOWING)):
                 break
             best = self.best(judged)
-            for distance in CLOSER if not excess else ():
-                share = around.shares(best.choice)[1]
-                best = self.best([best, *self.filled(choice, (max(0.0, share - distance), min(1.0, share + distance)))])
+            if not excess:
+                best = self._closer(choice, best, self._streamed_first if best in first else self.filled)
             found.append(best)
             if not excess and around.workload.step_early:  # where that order is not worth as much, a jump finds it
-                found += self._streamed_first(choice, around.shares(best.choice)[1])
+                share = around.shares(best.choice)[1]
+                first = self._streamed_first(choice, [share, *(share + by for by in (-CLOSER[0], CLOSER[0]))])
+                found += [self._closer(choice, self.best(first), self._streamed_first)] if first else []
         return found
+
+    def _closer(self, choice: Choice, best: J, fill: Callable[[Choice, Sequence[float]], list[J]]) -> J:
+        """Return the best of a choice and those that stream somewhat less or more of the state."""
+        for distance in CLOSER:
+            share = self.neighbourhood.shares(best.choice)[1]
+            best = self.best([best, *fill(choice, (max(0.0, share - distance), min(1.0, share + distance)))])
+        return best
 
     def host_last(self, found: Iterable[J], limit_s: float) -> list[J]:
         """Return the best of these with the last offloaded buckets stepped by the CPU, as far as they fit.
@@ -541,19 +556,17 @@ class PatternSearch(Generic[J]):
                     made.append(best)
         return made
 
-    def _streamed_first(self, choice: Choice, share: float) -> list[J]:
-        """Return the best choice that streams about this share of the state, all of it before the rest, if any fits."""
-        around, best = self.neighbourhood, list[J]()
-        for distance in CLOSER:
-            for streamed in (share - distance, share, share + distance):
-                if 0.0 < streamed < 1.0:
-                    first = around.placed(choice, 1.0, streamed, Ends(streamed=1.0))
-                    best += [found for found in self.filled(first, (streamed,)) if not self.excess_bytes(found)]
-            if not best:
-                break
-            best = [self.best(best)]
-            share = around.shares(best[0].choice)[1]
-        return best
+    def _streamed_first(self, choice: Choice, shares: Sequence[float]) -> list[J]:
+        """Return the choices that fit and stream about these shares of the state, all of it before the rest."""
+        found = list[J]()
+        for share in (share for share in shares if 0.0 < share < 1.0):
+            first = self.neighbourhood.placed(choice, 1.0, share, Ends(streamed=1.0))
+            found += [judged for judged in self.filled(first, (share,)) if not self.excess_bytes(judged)]
+        return found
+
+    def _fits_mixed(self, judged: J) -> bool:
+        """Return whether a choice fits that streams some of the offloaded state, and not nearly all of it."""
+        return not self.excess_bytes(judged) and 1 / 8 < self.neighbourhood.shares(judged.choice)[1] < 7 / 8
 
     def _fewest_away(self, choice: Choice) -> int:
         """Return how many layers' weights must be offloaded if all state is on the host; the most if none fits."""

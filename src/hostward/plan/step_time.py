@@ -409,9 +409,10 @@ def _prediction(
         stalled = more * (pair_s - pair_busy_s[Queue.COMPUTE])
         if stalled > _SHORTEST_S:
             waited["microbatches in between"] = stalled
-    forward = sum(c.forward_s for c in costs.layers)
     backward = sum([program.seconds[i] for i in compute if program.names[i] == "backward"])
-    return Prediction(step_s, busy[Queue.COMPUTE], forward, backward / max(1, min(2, microbatches)), busy, waited)
+    return Prediction(
+        step_s, busy[Queue.COMPUTE], costs.forward_s, backward / max(1, min(2, microbatches)), busy, waited
+    )
 
 
 def _waited(program: Program, timeline: Timeline) -> dict[str, float]:
