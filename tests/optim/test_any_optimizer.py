@@ -152,6 +152,15 @@ def test_chunks_are_on_the_device_during_the_step_alone(caplog: pytest.LogCaptur
     )
 
 
+def test_before_the_first_step_it_says_that_there_is_no_state_yet() -> None:
+    optimizer, states = offloaded(OPTIMIZERS["adam"], fraction=0.5)
+    said = states.explain()
+    assert said == "Adam: there is no state yet, the first step makes it; asked 50.0% on the host"
+    train(optimizer, steps=1)
+    assert states.explain() != said
+    states.detach()
+
+
 @pytest.mark.parametrize("fraction", [0.25, 0.5, 0.9])
 def test_t28_the_share_is_within_one_parameter(fraction: float) -> None:
     plain = OPTIMIZERS["adam"](groups(parameters()))

@@ -150,7 +150,11 @@ class StreamedStates:
         share, chunks = self._away.share, self._away.chunks
         if self.fraction == 0:
             return f"{self._kind}: fraction=0, no state is offloaded"
-        actual = share.left_bytes / share.total_bytes if share.total_bytes else 0.0
+        if not share.total_bytes:
+            return (
+                f"{self._kind}: there is no state yet, the first step makes it; asked {self.fraction:.1%} on the host"
+            )
+        actual = share.left_bytes / share.total_bytes
         largest = max((chunk.size_bytes for chunk in chunks), default=0)
         return (
             f"{self._kind}: {share.left_bytes:,} of {share.total_bytes:,} bytes of state on the host "
