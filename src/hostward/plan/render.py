@@ -357,7 +357,8 @@ def beside(found: Answer, others: Sequence[tuple[str, Answer]]) -> str:
     for text, each in [("this plan", found), *others]:
         question, shown = each.question, each.shown
         most = needed(shown.needs, question.budgets.phases)
-        more = "" if each is found else f"{_per_token_s(each) / per_token_s - 1:+.1%}"
+        # What does not fit is no gain, however fast it would be.
+        more = "" if each is found or each.chosen is None else f"{_per_token_s(each) / per_token_s - 1:+.1%}"
         sizes = units.size(most["device"]), units.size(most["host"] * question.gpus)
         rows.append([text, units.seconds(shown.prediction.step_s), more, *sizes])
         if each.chosen is None:
