@@ -39,6 +39,8 @@ CONNECT_S = 6.0
 """Ranks that have all come connect within this time; Gloo waits up to five times as long for one that dies meanwhile
 (30.0 s, measured with torch 2.13).
 """
+CONNECT_EACH_S = 0.1
+"""And this much longer for each of them: every rank connects to all others, and reads their addresses first."""
 ROUND_S = 0.2
 _FAREWELL_S = 5.0
 _INTACT = "the last complete checkpoint is as it was"
@@ -127,6 +129,8 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.rank, self.size = 0, 1
         self._gloo: Any = None
+        self._reported = _BUSY
+        """What the other ranks have been told of this one's step."""
         self._arrive_s, self._answer_s = ARRIVE_S, ANSWER_S
         if group is None:
             return
@@ -134,9 +138,8 @@ class Ranks:
         self._arrive_s, self._answer_s = min(ARRIVE_S, most_s), min(ANSWER_S, most_s)
         members = dist.get_process_group_ranks(group)
         self.rank, self.size = members.index(dist.get_rank()), len(members)
-        self._reported = _BUSY
         if self.size > 1:
-            self._gloo = self._connected(group, min(CONNECT_S, most_s / 5))
+            self._gloo = self._connected(group, min(CONNECT_S + CONNECT_EACH_S * self.size, most_s / 5))
 
     def _connected(self, group: dist.ProcessGroup, limit_s: float) -> dist.ProcessGroupGloo:
         """Wait for all ranks, and connect them.
