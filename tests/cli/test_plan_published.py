@@ -73,6 +73,11 @@ def host_gib(printed: str) -> dict[str, float]:
             f"--hardware h100 --host-memory 555GiB --micro-batch 1 --batch 1 --step-early 0.5 {FP8}",
             "--keep model.layers.1[6-9]=keep --keep model.layers.2[0-3]=keep",
         ),
+        (
+            "gemma 3 27b, text",
+            f"--hardware h100 --host-memory 443GiB --micro-batch 1 --batch 2 --seq 2048 {FP8}",
+            "--place model.embed_tokens=host",
+        ),
     ],
 )
 def test_a_flag_that_made_the_plan_faster_no_longer_does(asked: Asked, name: str, words: str, flag: str) -> None:

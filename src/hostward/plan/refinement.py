@@ -7,9 +7,9 @@ device's memory allows. From the best of them, of several kinds, one decision is
 memory with each other, in steps that get smaller, as long as the predicted step gets shorter (a pattern search, as of
 Hooke and Jeeves, 1961). Among them is the order of offloaded buckets: streamed ones and those that the CPU steps
 alternate, or half or all of the streamed ones come first; with several microbatches, the CPU also steps all of the last
-ones. At last one decision is changed by much, the rest is varied in small steps from there even if that is slower at
-first, and where it ends faster all begins anew from there (iterated local search, as of Lourenço, Martin and Stützle,
-2003).
+ones, or the embedding. At last one decision is changed by much, the rest is varied in small steps from there even if
+that is slower at first, and where it ends faster all begins anew from there (iterated local search, as of Lourenço,
+Martin and Stützle, 2003).
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ CLOSER = (1 / 8, 1 / 16)
 """Distances from the best of these shares that are tried next."""
 AWAY_JUMPS = (0.0, 1 / 16, 1 / 6)
 """Shares of the layers, one layer at least, by which the number of offloaded ones is changed at last."""
+FEWER_AWAY = 1 / 8
+"""Share of the layers by which fewer are offloaded where the CPU steps what comes before them."""
 TREATED_JUMP = 1 / 4
 """Share of the layers whose treatment is changed at last."""
 WORTH_LANDING = 0.02
@@ -64,8 +66,8 @@ STEPS = ((1 / 4, 0.01), (1 / 8, 0.005), (1 / 16, 0.003), (1 / 32, 0.002), (1 / 6
 """Sizes of the last variations, as shares of the layers or of the state, and the share of the step's time that one must
 save to be followed.
 """
-VARIED_TOGETHER = 1 / 16
-"""Size from which on treatments of layers and the streamed share are also varied together."""
+VARIED_TOGETHER = 1 / 64
+"""Size of the variations of which treatments of layers and the streamed share are also varied together."""
 SLACK = 0.01
 """Share of the step's time by which a variation's lower bound may tell less of it than that of the varied choice."""
 FOLLOWED = (5, 2, 2, 1, 1)
@@ -74,6 +76,8 @@ FOLLOWED_AGAIN = (3, 2, 1, 1, 1)
 """The same where what they lead to is known with other staging buffers."""
 FOLLOWED_HOST_LAST = (2, 1, 1, 1, 1)
 """The same where it is known with another order."""
+FOLLOWED_EMBEDDING = (3, 2, 1)
+"""The same of the smallest variations, where what comes before the layers changes its place."""
 FOLLOWED_NEAR = (1, 1, 1)
 """The same of the smallest variations, where the best of them is slower than what is known."""
 
@@ -87,6 +91,8 @@ class Ends(NamedTuple):
     """
     host: float = 0.0
     """Share of the offloaded buckets that come last, which the CPU steps, and whose gradients backward makes first."""
+    host_first: int = 0
+    """Number of buckets that come first, which the CPU steps as well, as far as they are offloaded."""
 
 
 ENDS = (Ends(), Ends(streamed=1 / 2), Ends(streamed=1.0))
@@ -149,6 +155,13 @@ class Neighbourhood:
         }
         free = next((at for at, name in enumerate(self.names) if name in stuck), len(self.names))
         return min(free, max(0, len(self.names) - 1))
+
+    @cached_property
+    def before_layers(self) -> int:
+        """Return how many buckets whose placement may vary come before those of the repeated layers."""
+        names, buckets = frozenset(self.names), self.workload.inventory.buckets
+        first = next((at for at, bucket in enumerate(buckets) if bucket.layer in names), len(buckets))
+        return sum(at not in self.forced.placements for at in range(first))
 
     @property
     def order_changes_memory(self) -> bool:
@@ -336,7 +349,9 @@ class Neighbourhood:
         key = choice.offloaded_weights, stay, streamed, ends
         if key not in self._placements:
             found = list(self._held)
-            placements = [Placement.DEVICE] * stay + with_ends(free.sizes[stay:], streamed, ends)
+            offloaded = free.sizes[stay:]
+            behind = ends._replace(host_first=min(len(offloaded), max(0, ends.host_first - stay)))
+            placements = [Placement.DEVICE] * stay + with_ends(offloaded, streamed, behind)
             for i, placement in zip(free.numbers, placements, strict=True):
                 found[i] = placement
             self._placements[key] = tuple(found)
@@ -357,13 +372,13 @@ def with_ends(sizes: Sequence[int], streamed: float, ends: Ends) -> list[Placeme
     """Return placements as `alternating`, but with these buckets before and behind those that alternate.
 
     Args:
-        streamed: share of all bytes to stream; where the buckets before the last ones are less than that, all of them.
+        streamed: share of all bytes to stream; where the buckets between the ends are less than that, all of them.
     """
-    last = round(ends.host * len(sizes))
-    if last:
-        before = sizes[: len(sizes) - last]
-        share = min(1.0, streamed * sum(sizes) / sum(before))
-        return [*with_ends(before, share, Ends(ends.streamed)), *[Placement.HOST] * last]
+    first, last = ends.host_first, round(ends.host * len(sizes))
+    if first or last:
+        between = sizes[first : len(sizes) - last]
+        share = min(1.0, streamed * sum(sizes) / max(1, sum(between)))
+        return [*[Placement.HOST] * first, *with_ends(between, share, Ends(ends.streamed)), *[Placement.HOST] * last]
     if not ends.streamed or not 0.0 < streamed < 1.0:
         return alternating(sizes, streamed)
     cumulative, asked = [0, *accumulate(sizes)], streamed * sum(sizes)
@@ -554,6 +569,28 @@ class PatternSearch(Generic[J]):
                 best = self.best(self.filled(around.placed(choice, fraction, streamed, HOST_LAST), (streamed,)))
                 if not self.excess_bytes(best) and best.order[0] < limit_s:
                     made.append(best)
+        return made
+
+    def embedding_on_host(self, found: Iterable[J], best: J) -> list[J]:
+        """Return the best with each treatment of these in which the CPU steps what comes before the layers.
+
+        The gradients of that come last, when the device may hold all others: with them on the host, fewer layers'
+        weights have to be offloaded.
+
+        Args:
+            best: what they have in common with it otherwise.
+        """
+        around, made, like = self.neighbourhood, list[J](), best.choice
+        fraction, streamed = around.shares(like)
+        ends = around.ends(like)._replace(host_first=around.before_layers)
+        most = len(like.offloaded_weights)
+        numbers = range(max(0, most - max(1, round(FEWER_AWAY * len(around.names)))), most + 1)
+        for keeps in dict.fromkeys(judged.choice.activations for judged in (best, *found)):
+            treated = replace(like, activations=keeps)
+            each = (around.placed(around.away(treated, number), fraction, streamed, ends) for number in numbers)
+            judged = [self.judge(choice, like.gradients_on_host) for choice in each]
+            fitting = fastest(choice for choice in judged if not self.excess_bytes(choice))
+            made += [] if fitting is None else [fitting]
         return made
 
     def _streamed_first(self, choice: Choice, shares: Sequence[float]) -> list[J]:

@@ -24,6 +24,7 @@ from hostward.plan.refinement import (
     FEW_BUCKETS,
     FEW_MICROBATCHES,
     FOLLOWED_AGAIN,
+    FOLLOWED_EMBEDDING,
     FOLLOWED_HOST_LAST,
     FOLLOWED_NEAR,
     WORTH_FOLLOWING,
@@ -402,7 +403,7 @@ class Frontier:
         """Search from what is a little slower than the best, where it is known to lead on at times.
 
         That is on one GPU with the least number of staging buffers, and, with several microbatches, where the CPU steps
-        what backward makes first.
+        what backward makes first, or last.
 
         Args:
             starts: choices of several kinds.
@@ -415,8 +416,13 @@ class Frontier:
         near = search.best(few) if few else best
         if best.prediction.step_s < near.prediction.step_s < best.prediction.step_s * (1 + NEAR_FEW_BUFFERS):
             search.follow([near], FOLLOWED_NEAR)
+        limit_s = best.prediction.step_s * (1 + WORTH_LANDING)
+        if search.neighbourhood.order_changes_memory and best.choice.offloaded_weights:
+            found = [c for c in search.embedding_on_host(starts, best) if c.prediction.step_s < limit_s]
+            if found:
+                search.follow(found, FOLLOWED_EMBEDDING)
         if search.neighbourhood.order_changes_memory and not self.workload.step_early:
-            found = search.host_last(starts, best.prediction.step_s * (1 + WORTH_LANDING))
+            found = search.host_last(starts, limit_s)
             if found:
                 search.follow(found, FOLLOWED_HOST_LAST)
 
