@@ -222,6 +222,18 @@ def test_streamed_buckets_that_come_first_have_the_bytes_asked_for(sizes: list[i
     assert abs(sum(sizes[:count]) - streamed * sum(sizes)) <= max(sizes) / 2 + 1e-6
 
 
+@given(
+    st.lists(st.integers(1, 1000), max_size=9), st.floats(0, 1), st.sampled_from([0.0, 0.125, 0.9]), st.integers(0, 9)
+)
+def test_each_bucket_has_one_place_whatever_comes_first_and_last(
+    sizes: list[int], streamed: float, host: float, first: int
+) -> None:
+    """Seen red: more buckets first and last than there are."""
+    placements = with_ends(sizes, streamed, Ends(streamed=0.5, host=host, host_first=first))
+    assert len(placements) == len(sizes)
+    assert Placement.STREAMED not in placements[:first]
+
+
 def test_a_faster_choice_is_found_behind_slower_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where every small variation of a choice is slower, or does not fit, a large one may lead on: here 1.6 %."""
     workload, budgets = replace(LLAMA, microbatches=2), Budgets(int(73.7 * GIB), 105 * GIB)
@@ -416,7 +428,9 @@ def test_the_other_layers_are_treated_as_training_supports_it_beside_forced_ones
     assert [c.choice.activations for c in frontier.candidates if not carried_out(c.choice.activations)] == []
 
 
-@pytest.mark.parametrize("ends", [Ends(), Ends(streamed=0.5), Ends(streamed=1.0), Ends(host=0.125)], ids=str)
+@pytest.mark.parametrize(
+    "ends", [Ends(), Ends(streamed=0.5), Ends(streamed=1.0), Ends(host=0.125), Ends(host_first=3)], ids=str
+)
 def test_as_little_state_is_offloaded_as_memory_allows_to_a_few_buckets(ends: Ends) -> None:
     """Seen red: guesses that led to the same placements again and again, and then all of the state."""
     budgets = Budgets(16 * GIB)

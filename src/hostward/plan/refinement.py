@@ -350,7 +350,7 @@ class Neighbourhood:
         if key not in self._placements:
             found = list(self._held)
             offloaded = free.sizes[stay:]
-            behind = ends._replace(host_first=min(len(offloaded), max(0, ends.host_first - stay)))
+            behind = ends._replace(host_first=max(0, ends.host_first - stay))
             placements = [Placement.DEVICE] * stay + with_ends(offloaded, streamed, behind)
             for i, placement in zip(free.numbers, placements, strict=True):
                 found[i] = placement
@@ -374,7 +374,8 @@ def with_ends(sizes: Sequence[int], streamed: float, ends: Ends) -> list[Placeme
     Args:
         streamed: share of all bytes to stream; where the buckets between the ends are less than that, all of them.
     """
-    first, last = ends.host_first, round(ends.host * len(sizes))
+    first = min(ends.host_first, len(sizes))
+    last = min(round(ends.host * len(sizes)), len(sizes) - first)
     if first or last:
         between = sizes[first : len(sizes) - last]
         share = min(1.0, streamed * sum(sizes) / max(1, sum(between)))
