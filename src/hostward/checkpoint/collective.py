@@ -37,7 +37,7 @@ ANSWER_S = 30.0
 """From then on each rank must report within this time, or within the timeout."""
 CONNECT_S = 6.0
 """Ranks that have all come connect within this time; Gloo waits up to five times as long for one that dies meanwhile
-(30.0 s, measured with torch 2.13).
+(30.0 s, measured with torch 2.13), so that a fifth of the process group's timeout is the most.
 """
 CONNECT_EACH_S = 0.1
 """And this much longer for each of them: every rank connects to all others, and reads their addresses first."""

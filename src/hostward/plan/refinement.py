@@ -163,11 +163,6 @@ class Neighbourhood:
         first = next((at for at, bucket in enumerate(buckets) if bucket.layer in names), len(buckets))
         return sum(at not in self.forced.placements for at in range(first))
 
-    @property
-    def order_changes_memory(self) -> bool:
-        """Return whether more orders are tried because gradients that the host accumulates leave the device."""
-        return self.workload.ranks == 1 and 1 < self.workload.microbatches <= FEW_MICROBATCHES
-
     @cached_property
     def treatments(self) -> Sequence[Keep]:
         """Return the treatments that layers may have, from the first layer on."""
@@ -382,11 +377,11 @@ def with_ends(sizes: Sequence[int], streamed: float, ends: Ends) -> list[Placeme
         return [*[Placement.HOST] * first, *with_ends(between, share, Ends(ends.streamed)), *[Placement.HOST] * last]
     if not ends.streamed or not 0.0 < streamed < 1.0:
         return alternating(sizes, streamed)
-    cumulative, asked = [0, *accumulate(sizes)], streamed * sum(sizes)
-    first = min(range(len(cumulative)), key=lambda count: abs(cumulative[count] - ends.streamed * asked))
-    rest = cumulative[-1] - cumulative[first]
-    share = min(1.0, (1 - ends.streamed) * asked / rest) if rest else 0.0
-    return [*[Placement.STREAMED] * first, *alternating(sizes[first:], share)]
+    cumulative = [0, *accumulate(sizes)]
+    before = offloaded_count(cumulative, ends.streamed * streamed)  # as many as are nearest to that share of the bytes
+    rest = cumulative[-1] - cumulative[before]
+    share = min(1.0, (1 - ends.streamed) * streamed * cumulative[-1] / rest) if rest else 0.0
+    return [*[Placement.STREAMED] * before, *alternating(sizes[before:], share)]
 
 
 class Judged(Protocol):

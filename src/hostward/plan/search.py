@@ -416,12 +416,14 @@ class Frontier:
         near = search.best(few) if few else best
         if best.prediction.step_s < near.prediction.step_s < best.prediction.step_s * (1 + NEAR_FEW_BUFFERS):
             search.follow([near], FOLLOWED_NEAR)
+        if self.workload.microbatches == 1:
+            return  # the host accumulates no gradients, so the order of buckets hardly changes the device's memory
         limit_s = best.prediction.step_s * (1 + WORTH_LANDING)
-        if search.neighbourhood.order_changes_memory and best.choice.offloaded_weights:
+        if best.choice.offloaded_weights:
             found = [c for c in search.embedding_on_host(starts, best) if c.prediction.step_s < limit_s]
             if found:
                 search.follow(found, FOLLOWED_EMBEDDING)
-        if search.neighbourhood.order_changes_memory and not self.workload.step_early:
+        if not self.workload.step_early:
             found = search.host_last(starts, limit_s)
             if found:
                 search.follow(found, FOLLOWED_HOST_LAST)
